@@ -25,13 +25,14 @@ DOCS := .venv-docs
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick plugs ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check docs format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick nightly plugs ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
-	@echo "make quick   the heart of the test suite, in less than a minute: at each save"
-	@echo "make test    the test suite, in two processes; ARGS='-k fork' or a path picks"
+	@echo "make quick   core tests, less than a minute: at each save"
+	@echo "make test    all tests of the default tier, in two processes; ARGS='-k fork' or a path selects"
+	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests"
 	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
 	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
@@ -67,6 +68,9 @@ demo: $(STAMP)
 # Half of the suite waits for processes of its own: the other half runs beside it. A path in ARGS runs alone.
 test: model
 	@$(BIN)/python -m pytest -p tests.support.beside --beside=tests/engine --durations=15 --durations-min=2 $(ARGS)
+
+nightly: model
+	@$(BIN)/python -m pytest -m 'long and not gpu and not plugs and not ray' --durations=15 $(ARGS)
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
@@ -110,7 +114,7 @@ endurance: model
 test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu tests/engine/test_streaming.py --ignore tests/gpu/test_attention_oracle.py $(ARGS)
-	@$(GPU_PYTHON) -m pytest -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
+	@$(GPU_PYTHON) -m pytest -m '' -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py $(ARGS)
 

@@ -1,6 +1,6 @@
-"""Groups to samples, in process and without sockets: `Engine` and the value types that go in and out.
+"""An in-process engine without sockets: `Engine`, and the value types of its input and output.
 
-Names are loaded when they are asked for, so that the value types come without torch.
+Names are imported at first use, so the value types do not import torch.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.types import Group, Limits, Sample, Sampling
 
-_HOMES = {
+_MODULES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "Group": "types",
@@ -26,4 +26,4 @@ __all__ = ["Engine", "EngineConfig", "Group", "Limits", "Sample", "Sampling"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'types')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'types')}"), name)

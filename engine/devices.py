@@ -1,13 +1,13 @@
-"""The one place that asks whether a model computes on a CPU or on a GPU: a `Device` is chosen once, all others call it.
+"""Devices: the only place that distinguishes CPU and GPU. A `Device` is chosen once, and everything else calls it.
 
-    ┌ memory ──────── free, taken, host maps, small arrays to the device     handed to kv/, weights/ and forward/
-    │ lane ────────── when the copies of a step run                          handed to kv/
-    │ backend ─────── attention behind the seam
-    │ equip ───────── who computes the layers: the module, or a decoder in its place
-    │ graphs ──────── decode steps that are captured and replayed
-    └ sample, mark ── draws that are launched and not waited for; points of the device's time
+    ┌ memory ──────── allocation, host maps, transfer of small arrays        used by kv/, weights/ and forward/
+    │ lane ────────── runs the copies of a step                              used by kv/
+    │ backend ─────── attention
+    │ equip ───────── what runs the layers: the module or a decoder
+    │ graphs ──────── captured steps
+    └ sample, mark ── sampling without waiting; time stamps on the device
 
-A device of another kind is a class here and a folder beside `cpu/` and `cuda/`.
+A new kind of device is a class here and a folder beside `cpu/` and `cuda/`.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ __all__ = [
 ]  # fmt: skip
 
 LARGE_BYTES = 64 << 30
-"""of a device that computes so fast that it takes many rows to keep it busy, and has room for their KV"""
+"""memory of a device that needs many rows to be busy and has room for their KV"""
 DRAFTS = 6
-"""tokens that are drafted for a child in one step, at most, where the configuration does not say"""
+"""default of the most draft tokens per sequence and step"""
 
 log = logging.getLogger("rollout.engine")
 
 
 class Graphs(Protocol):
-    """Forwards that run from a capture; see `engine.cuda.graphs.StepGraphs`."""
+    """Forwards that run as captured graphs; see `engine.cuda.graphs.StepGraphs`."""
 
     sizes: list[int]
-    """tokens of the decode steps that are captured"""
+    """tokens of the captured decode steps"""
 
     def covers(self, batch: Batch) -> bool: ...
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
@@ -70,55 +70,55 @@ class Graphs(Protocol):
 
 
 class Device(Protocol):
-    """What a CPU and a GPU do each in their way."""
+    """Operations that a CPU and a GPU implement differently."""
 
     isa: str
-    """instruction set of the kernels, "torch" for none, "cuda" on a GPU"""
+    """instruction set of the kernels, "torch" without kernels, "cuda" on a GPU"""
     isa_reason: str
     """why it is not a better one"""
     overlaps: bool
-    """the next step is launched while the last one runs, where the configuration does not say"""
+    """default of `overlap_steps`"""
     copies_ahead: bool
-    """blocks are copied between device and host ahead of need, beside the compute, where the configuration does not say"""
+    """default of `mirror_ahead` and `copy_ahead`"""
     fast_attention: str
-    """what attention="auto" takes"""
+    """backend of attention="auto" """
     sizes: tuple[int, int]
-    """sequences and tokens of a step, where the configuration does not say"""
+    """default sequences and tokens of a step"""
     warms_up: bool
-    """it compiles and captures on first use"""
+    """whether it compiles and captures at first use"""
 
     @property
     def memory(self) -> DeviceMemory: ...
 
     def check(self, model: ModelLike) -> None:
-        """Raise ValueError for a model that lies elsewhere."""
+        """Raise ValueError if the model is on another device."""
 
     def lane(self) -> CopyEngine:
-        """Make what runs the copies of KV."""
+        """Make the engine for KV copies."""
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
-        """Make the attention backend "native" or "triton". Raises NativeUnavailable or CannotAttend where it cannot be had,
-        ValueError where it is not this device's."""
+        """Make the attention backend "native" or "triton". Raises NativeUnavailable or CannotAttend if it is not available,
+        ValueError if this device does not have it."""
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
-        """Choose who computes the layers of a model, and let it: `model.run_by`. None: the module as it comes. Raises
-        UnsupportedModel."""
+        """Choose what runs the layers of a model, and install it with `model.run_by`. Returns None for the unmodified module.
+        Raises UnsupportedModel."""
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        """Make what captures steps; None: every one is launched kernel by kernel."""
+        """Make the captured steps; None: every step is launched kernel by kernel."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
         """Launch D draws from [S, vocabulary] logits."""
 
     def mark(self) -> Any:
-        """Return a point of the device's time, behind all that was launched."""
+        """Return a time stamp on the device, after all launched work."""
 
     def seconds(self, began: Any, ended: Any) -> float:
         """Return the seconds between two marks; waits for the second."""
 
 
 def device_of(config: EngineConfig) -> Device:
-    """The device of a configuration. Raises ValueError where it cannot be had, or an option is another device's."""
+    """Return the device of a configuration. Raises ValueError if it is not available, or an option is for another device."""
     device = torch.device(config.device)
     return CpuDevice(config) if device.type == "cpu" else CudaDevice(config, device)
 
@@ -136,7 +136,7 @@ class CpuDevice:
         self.fast_attention = "reference" if self._without_native else "native"
         log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
         if self._without_native and config.attention == "auto":
-            log.info("attention in plain torch, which is slow reason=%r", self._without_native)
+            log.info("attention runs in plain torch, which is slow reason=%r", self._without_native)
 
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
@@ -148,7 +148,7 @@ class CpuDevice:
         if name == "triton":  # in Triton's interpreter
             return TritonAttention(self.memory.device, capacity)
         if self._without_native:
-            raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the torch reference')
+            raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the slow torch reference')
         return NativeAttention(self._threads, self.isa)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
@@ -156,7 +156,7 @@ class CpuDevice:
         try:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
         except Exception as error:
-            raise UnsupportedModel(f"{model.name}: no step of it can be computed: {in_one_line(error)}") from error
+            raise UnsupportedModel(f"{model.name}: a step of the model failed: {in_one_line(error)}") from error
         model.run_by(computes.decoder)
         return computes
 
@@ -180,7 +180,7 @@ class CudaDevice:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         if config.isa != "auto":
-            raise ValueError(f"isa={config.isa!r} is of the CPU: leave it out with device={config.device}")
+            raise ValueError(f"isa={config.isa!r} is for the CPU: leave it out with device={config.device}")
         if not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if device.index is not None:
@@ -207,7 +207,7 @@ class CudaDevice:
         if config.exact:
             make_exact(model.module)
             return ExecutionPath(None, ARITHMETIC, None, "")
-        return fuse(model, backend) if config.fused_layers else None
+        return fuse(model, backend) if config.advanced.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         if not (config.cuda_graphs and isinstance(backend, TritonAttention)):
@@ -232,20 +232,20 @@ class CudaDevice:
 
 
 def check_device(device: torch.device, model: ModelLike) -> None:
-    """Raise ValueError for a model that lies on a device of another kind."""
+    """Raise ValueError for a model on another kind of device."""
     if model.device.type != device.type:
-        raise ValueError(f"{model.name} is on {model.device}, and device={device}: give the engine device={model.device}")
+        raise ValueError(f"{model.name} is on {model.device}, but device={device}: set device={model.device}")
 
 
 def without_native(config: EngineConfig, isa: str) -> str:
-    """Say why the CPU's attention kernel is not for a configuration; "" if it is."""
+    """Return why the CPU's attention kernel does not support a configuration; "" if it does."""
     if isa == "torch":
-        return 'with isa="torch" there are no kernels'
+        return 'isa="torch" has no kernels'
     return "" if config.kv_dtype == "auto" else f"the kernel reads KV in the model's dtype, not in {config.kv_dtype}"
 
 
 def draw_kernel() -> DrawKernel | None:
-    """The module `engine.cuda.sampling`; None without Triton."""
+    """Return the module `engine.cuda.sampling`; None without Triton."""
     try:
         from engine.cuda import sampling
     except ImportError:
@@ -254,21 +254,21 @@ def draw_kernel() -> DrawKernel | None:
 
 
 def fuse(model: Model, backend: Backend) -> ExecutionPath:
-    """Let `FusedDecoder` run the layers of a model; of one that it does not serve the norms are fused alone. Either has numbers
-    that are not the module's to the bit."""
+    """Run the layers of a model with `FusedDecoder`; if it does not support them, fuse only the norms. Either way, the last
+    bits differ from the module's."""
     fused = f"{torch_arithmetic()}/fused"
     try:
         if model.streamed is not None:
             raise NotFused("weight_offload moves its layers")
         if not isinstance(backend, TritonAttention):
-            raise NotFused(f"{backend.name} attention writes K and V by itself")
+            raise NotFused(f"{backend.name} attention stores K and V itself")
         from engine.cuda import fused_kernels
 
         decoder = FusedDecoder(model.module, model.asked, fused_kernels)
         with torch.inference_mode():
             decoder.check(model.forward_transformers, model.vocab_size)
     except NotFused as error:
-        log.info("runs through transformers, layers are not fused model=%s reason=%r", model.name, str(error))
+        log.info("layers run through transformers, not fused model=%s reason=%r", model.name, str(error))
         fuse_norms(model.module)
         return ExecutionPath(None, fused, None, str(error))
     model.run_by(decoder)
@@ -278,10 +278,15 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
 def choose_backend(
     name: str, device: Device, capacity: StepCapacity, try_out: Callable[[Backend], None] = lambda backend: None
 ) -> Backend:
-    """The backend of `EngineConfig.attention`. "auto" takes the device's fast one where it can be had, and says why if not.
+    """Return the backend of `EngineConfig.attention`. "auto" selects the device's fast one if it is available, and logs the
+    reason otherwise.
 
-    `try_out` attends with a backend as the model will, and raises CannotAttend with the reason where it cannot.
-    Raises ValueError if a backend is asked for by name and cannot be had, or cannot serve the model."""
+    Args:
+        try_out: attends as the model will, and raises CannotAttend with the reason if the backend cannot.
+
+    Raises:
+        ValueError: a backend that was asked for by name is not available or does not support the model.
+    """
     kind = device.fast_attention if name == "auto" else name
     if kind == "reference":
         return ReferenceAttention()
@@ -292,25 +297,30 @@ def choose_backend(
     except (NativeUnavailable, CannotAttend) as error:
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
-        log.warning("attention in plain torch, which is slow reason=%r", str(error))
+        log.warning("attention runs in plain torch, which is slow reason=%r", str(error))
         return ReferenceAttention()
 
 
 def resolved(config: EngineConfig, device: Device) -> EngineConfig:
-    """The configuration with what it leaves to the device. Raises ValueError if the device cannot copy ahead and is to."""
-    ahead = {"mirror_ahead": config.mirror_ahead, "copy_ahead": config.copy_ahead}
+    """Fill in the defaults that depend on the device. Raises ValueError for mirror_ahead or copy_ahead on a device that cannot
+    copy while it computes."""
+    tuning = config.advanced
+    ahead = {"mirror_ahead": tuning.mirror_ahead, "copy_ahead": tuning.copy_ahead}
     for name, asked in ahead.items():
         if asked and not device.copies_ahead:
-            raise ValueError(f"{name}=True with device={config.device}: it costs more than it saves there; leave it out")
+            raise ValueError(
+                f"advanced.{name}=True with device={config.device}: it costs more than it saves there; leave it out"
+            )
     overlaps = device.overlaps if config.overlap_steps is None else config.overlap_steps
     seqs, tokens = device.sizes
     if config.max_batch_tokens is not None:
         seqs = min(seqs, config.max_batch_tokens)
+    chosen = {name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()}
     return msgspec.structs.replace(
         config,
         max_num_seqs=seqs if config.max_num_seqs is None else config.max_num_seqs,
         max_batch_tokens=max(tokens, config.most_seqs) if config.max_batch_tokens is None else config.max_batch_tokens,
         overlap_steps=overlaps,
         drafts=(0 if overlaps else DRAFTS) if config.drafts is None else config.drafts,
-        **{name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()},
+        advanced=msgspec.structs.replace(tuning, **chosen),
     )

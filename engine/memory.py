@@ -1,4 +1,4 @@
-"""Memory: how much there is to take, how it is taken, and how a step's small arrays get there."""
+"""Memory of a device and of the host: its size, its allocation, and transfers of small arrays."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch import nn
 
 Map = TypeVar("Map", bound=mmap.mmap)
 ALIGNMENT = 64
-"""of a tensor, in bytes: a line of the cache"""
+"""of a tensor in bytes: a cache line"""
 CGROUP = Path("/sys/fs/cgroup")
 VERSIONS = (("", "memory.max", "memory.current", "inactive_file"),
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
-"""(folder, limit, usage, the part of the usage that the kernel gives up first) of cgroups 2 and 1"""
+"""(folder, limit, usage, entry of memory.stat with the memory that the kernel frees first) of cgroups 2 and 1"""
 
 
 def free_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that this process can take: what the machine has left, or less where a container's limit is nearer."""
+    """Return the bytes that this process can allocate: the machine's free memory, or what a container's limit leaves if that is
+    less."""
     free = int(psutil.virtual_memory().available)
     for folder, limit, usage, spare in VERSIONS:
         try:
@@ -39,84 +40,85 @@ def free_memory(cgroup: Path = CGROUP) -> int:
 
 
 class MemoryRegion(Protocol):
-    """Memory of the device at addresses that stay while it is given back and taken again: `engine.cuda.regions`."""
+    """Device memory whose addresses stay while it is released and restored: `engine.cuda.regions`."""
 
     @property
     def data(self) -> torch.Tensor:
-        """[bytes] uint8. Nothing may touch it after `release`, nor what `need` has not named."""
+        """[bytes] uint8. Nothing may access it after `release`, nor bytes beyond those passed to `need`."""
 
     def need(self, size: int) -> None:
-        """Take the memory of the first `size` bytes, unless it is there. Raises torch.OutOfMemoryError."""
+        """Allocate the first `size` bytes, unless they are allocated. Raises torch.OutOfMemoryError."""
 
     def release(self) -> None:
-        """Give the memory back; what lies in it is gone."""
+        """Release the memory; its contents are lost."""
 
     def restore(self) -> None:
-        """Take as much as there was. Raises torch.OutOfMemoryError; nothing is taken then."""
+        """Allocate the same amount again. Raises torch.OutOfMemoryError, with nothing allocated."""
 
 
 class Hashes(Protocol):
-    """xxh3-128 of several pieces of data, computed where they lie, on the current stream: `engine.cuda.digests`."""
+    """xxh3-128 of several pieces of data, computed on their device, on the current stream: `engine.cuda.digests`."""
 
     def cuts(self, size: int) -> list[tuple[int, int]]:
-        """Cut `size` bytes into slices (begin, end) that `update` takes one after the other."""
+        """Cut `size` bytes into slices (begin, end) for `update`, in order."""
 
     def update(self, row: int, data: torch.Tensor, last: bool) -> None:
         """Add the next [bytes] uint8 of a piece of data."""
 
     def add(self, row: int, data: torch.Tensor) -> None:
-        """Add the whole of a piece of data."""
+        """Add a whole piece of data."""
 
     def read(self) -> Callable[[], list[str]]:
-        """Start the way of the results to the host. Returns what waits for them: the digests (hex) of all rows."""
+        """Start copying the results to the host. Returns a function that waits for them and returns the digests (hex) of all
+        rows."""
 
 
 class DeviceMemory(Protocol):
-    """Where a model computes: memory of a device, and the host memory beside it. `HostMemory` and
-    `engine.cuda.memory.CudaMemory` are the two there are."""
+    """Memory of a model's device, and host memory for transfers. Implemented by `HostMemory` and
+    `engine.cuda.memory.CudaMemory`."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def is_host(self) -> bool:
-        """Tensors of the device lie in host memory. Where they do not, host memory that is copied from and to is pinned."""
+        """Whether the device's memory is host memory. If not, host memory for copies is pinned."""
 
     @property
     def pool_share(self) -> float:
-        """Share of the free memory that the KV pool takes where the configuration gives no size."""
+        """Default size of the KV pool, as a fraction of the free memory."""
 
     @property
     def streams(self) -> Any:
-        """`torch.cuda`, whose streams and events order copies beside the compute; None: all work runs in line."""
+        """`torch.cuda`, whose streams and events let copies overlap with compute; None: all work runs in order."""
 
     @property
     def hashes(self) -> Callable[[int], Hashes] | None:
-        """Makes the `Hashes` of so many rows; None: digests are taken on the host."""
+        """Makes `Hashes` with the given number of rows; None: digests are computed on the host."""
 
     def region(self, size: int) -> MemoryRegion | None:
-        """Reserve addresses for `size` bytes; None where there are none that stay."""
+        """Reserve fixed addresses for `size` bytes; None if the device has none."""
 
     def room(self, size: int) -> torch.Tensor | None:
-        """Take [size] uint8 of the device for a while; None where that would leave too little."""
+        """Allocate [size] uint8 on the device temporarily; None if too little would be left."""
 
     def free(self) -> int:
-        """Return the bytes that can be taken."""
+        """Return the number of bytes that can be allocated."""
 
     def taken(self) -> int:
-        """Return the bytes in use: on a GPU by anybody, on the host by this process."""
+        """Return the number of bytes in use: on a GPU by all processes, on the host by this process."""
 
     def trim(self) -> None:
-        """Return to the device what the allocator keeps and nobody uses."""
+        """Return unused memory of the allocator to the device."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """Copy 1-D arrays of one dtype to the device, as views of one tensor. The host does not wait for the device."""
 
     def host_map(self, size: int) -> mmap.mmap:
-        """Take `size` bytes of host memory, pinned unless `is_host`. Raises OSError."""
+        """Allocate `size` bytes of host memory, pinned unless `is_host`. Raises OSError."""
 
     def own(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move parameters that were loaded into host memory to where they can be written in place, if that is host memory."""
+        """Move parameters that were loaded into mapped files to writable memory, if the device's memory is host memory."""
 
 
 class HostMemory:
@@ -154,13 +156,13 @@ class HostMemory:
 
 
 def split_like(whole: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Return views of `whole`, as long as the arrays one after the other."""
+    """Return views of `whole` with the lengths of the arrays."""
     return list(whole.split([len(array) for array in arrays]))
 
 
 def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:  # type: ignore[assignment]
-    """Memory that costs nothing until it is written, is zero, page-aligned, and lies in huge pages if it can: with 4 KiB
-    pages, reads that are scattered miss the TLB. Private: a shared map, Python's default, gets none. Raises OSError."""
+    """Allocate memory that is zero, page-aligned, committed at its first use, and in huge pages if possible: with 4 KiB pages,
+    scattered reads miss the TLB. The map is private: Python's default, a shared map, gets no huge pages. Raises OSError."""
     memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -168,15 +170,15 @@ def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:  # type: ignore[as
 
 
 def pinned(size: int, cudart: Any = None) -> mmap.mmap:
-    """The same, locked in its place, so that a CUDA device copies from and to it by itself. torch's `pin_memory` would round up
-    to a power of two, and keep what is given back. Raises OSError. `cudart`: torch.cuda.cudart(), tests have another one."""
+    """Allocate the same, page-locked, so that a CUDA device copies asynchronously. torch's `pin_memory` would round up to a
+    power of two and keep freed memory. Raises OSError. cudart: torch.cuda.cudart(), or a stand-in for tests."""
     memory = anonymous(size, _Pinned)
     cudart = cudart or torch.cuda.cudart()
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     status = int(cudart.cudaHostRegister(address, size, 0))
     if status:
         if torch.cuda.is_available():
-            with suppress(RuntimeError):  # CUDA keeps the error for the next launch to report: this one, and no step's
+            with suppress(RuntimeError):  # CUDA reports the error at the next launch: here, not in a step
                 torch.ones(1, device="cuda")
         raise OSError(f"CUDA cannot pin {size / 2**30:.1f} GiB of host memory (cudaHostRegister: error {status})")
     memory.unpin = partial(cudart.cudaHostUnregister, address)
@@ -184,7 +186,7 @@ def pinned(size: int, cudart: Any = None) -> mmap.mmap:
 
 
 class _Pinned(mmap.mmap):
-    """Unpinned before it is unmapped: a weak reference would only tell afterwards."""
+    """Unpins before it unmaps; a weak reference would be notified too late."""
 
     unpin: Callable[[], object] | None = None
 
@@ -194,14 +196,14 @@ class _Pinned(mmap.mmap):
 
 
 def host_buffer(size: int, pin: bool) -> torch.Tensor:
-    """[size] uint8 of zeros in host memory, pinned for CUDA if `pin`. Raises OSError."""
+    """Allocate [size] uint8 of zeros in host memory, pinned for CUDA if `pin`. Raises OSError."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(pinned(size) if pin else anonymous(size), dtype=torch.uint8)
 
 
 def side_by_side(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    """First byte of each tensor in one buffer, at multiples of ALIGNMENT, and the buffer's size."""
+    """Return the first byte of each tensor in one buffer, at multiples of ALIGNMENT, and the size of the buffer."""
     starts, size = [], 0
     for tensor in tensors:
         starts.append(size)
@@ -210,21 +212,21 @@ def side_by_side(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def placed(memory: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The tensor of the shape and dtype of `like` at byte `start` of a buffer, [bytes] uint8."""
+    """Return a tensor with the shape and dtype of `like` at byte `start` of a buffer, [bytes] uint8."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that the tensors lie in, whole storages, each once."""
+    """Return the bytes of the storages of tensors, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def own_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Move parameters on the CPU into memory of their own, side by side. transformers leaves them in the file that
-    they were loaded from, mapped: then the first refresh copies page after page before it writes, and a machine that wants
-    memory drops pages and reads them from the file again."""
-    parameters = [parameter for parameter in parameters if parameter.nbytes]  # a module gives tied ones once
+    """Move CPU parameters into one buffer. transformers leaves them mapped to the file that they were loaded from: the first
+    refresh would copy page after page before it writes, and under memory pressure pages would be dropped and read from the file
+    again."""
+    parameters = [parameter for parameter in parameters if parameter.nbytes]  # a module lists tied ones once
     starts, size = side_by_side(parameters)
     if not size:
         return

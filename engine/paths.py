@@ -1,4 +1,4 @@
-"""Where this software keeps what it made once: compiled kernels, converted models."""
+"""Folders in which rollout caches compiled kernels and converted models."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`ROLLOUT_CACHE`, else ~/.cache/rollout. Not created here."""
+    """Return `ROLLOUT_CACHE`, or ~/.cache/rollout. Does not create it."""
     return Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout")

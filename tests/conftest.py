@@ -46,6 +46,17 @@ def pytest_report_header() -> list[str]:
     return [*lines, f"torch: {torch.backends.cpu.get_cpu_capability()} {' '.join(restricted)}".rstrip()]
 
 
+NIGHTLY = ("test_bench_", "test_bench.", "test_against.")
+"""how names of files begin whose tests are all nightly: benchmarks. The default tier has test_one_bench.py"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith(NIGHTLY):
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Models here are tiny: a second thread costs more than it brings, above all beside other processes."""

@@ -53,8 +53,22 @@ PHRASES = (
     r"it comes twice",
     r"goes on behind",
     r"soft resets?\b",
+    r"\b(who|what)ever (asks|has|is|it|can|may|runs?|was|the|else)\b",
+    r"\b(no|some|any|every)body\b",
+    r"\b(can|could|cannot) be had\b",
+    r"\b(is|are|was|were) (told|said)\b",
+    r"\bstands? (for itself|beside|behind|still)\b",
+    r"\b(it|that|they|which|so) (goes|go|went) on\b",
+    r"\bbeside (it|them|each|others?|the (compute|step|steps))\b",
+    r"\bof (another|a) kind\b(?! of)",
+    r"\bin company\b",
+    r"\b(is|are|was|were) not taken\b",
+    r"\bthe seam\b",
+    r"\bwhat (travels|comes|comes? of|stands|lies|is left) (is|are|of|for|behind|there)\b",
 )
 """regular expressions, matched without regard to case and line breaks"""
+ROOMS = ("kv", "forward", "cpu", "cuda", "weights", "config.py", "devices.py", "memory.py", "status.py", "paths.py")
+"""files and folders of `engine/` whose docstrings, comments and messages are checked too"""
 
 
 def found(text: str) -> list[str]:
@@ -64,7 +78,9 @@ def found(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *(ROOT / name for name in HELP)]
+    docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *(ROOT / name for name in HELP)]
+    rooms = (path for room in ROOMS for path in sorted((ROOT / "engine").glob(f"{room}/*.py" if "." not in room else room)))
+    return [*docs, *rooms]
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
@@ -85,6 +101,12 @@ def test_no_phrase_returns() -> None:
         "`metrics/`, `commands/` | what is told; what is typed |",
         "bytes kept for one client; past it only that client suffers",
         "*soft reset*: drop KV, prefill again later.",
+        "memory that whoever has it may read",
+        "nobody waits for it",
+        "a library that can be had here",
+        "which kernel runs is told in the status",
+        "copies run beside the compute",
+        "a norm of another kind",
     ],
 )
 def test_a_phrase_is_seen(text: str) -> None:
@@ -93,6 +115,7 @@ def test_a_phrase_is_seen(text: str) -> None:
 
 def test_plain_sentences_pass() -> None:
     assert not found("KV blocks do not leak. Requests wait in a queue. A client that was idle gets temporary priority.")
+    assert not found("Copies overlap with compute. The status shows which kernel runs, and why no better one is available.")
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -1,52 +1,50 @@
-"""What a sample or a chunk may say, compared with what was asked before it is anybody's data.
+"""Checks of received samples and chunks against the request, before they are used.
 
-Another process has made it: a service for its client, a replica for its front. Both call these functions on what came, for the
-group as they sent it. Tokens that are possible and wrong are not found here: docs/fleet.md says what finds those.
+The client checks what its service sends, and a front what its replicas send, for the group as they submitted it. Possible but
+wrong tokens are not found here; docs/fleet.md describes what finds those.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, Spans, TokenChunk
 
 ROUNDING = 1e-4
-"""by which the log-prob of a token that is nearly certain may be above 0: sums of float32"""
+"""by which a log-prob may exceed 0, because of float32 sums"""
 LOWEST = float(np.finfo(np.float32).min)
-"""what is below is -inf"""
+"""lower values are -inf"""
 DTYPES = {"logprobs": np.float32, "raw_logprobs": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
-
-Spans = Sequence[tuple[int, int]]
-"""(first token, version), ascending"""
 
 
 def any_version(version: int) -> bool:
-    """Take any version for one that was live: a client cannot know."""
+    """Accept any version: a client does not know which were live."""
     return True
 
 
 class Bounds(NamedTuple):
-    """What else than the group bounds its samples."""
+    """Bounds of a group's samples that the group does not state."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
     """the model's own"""
     least_version: int = 0
-    """of the weights when the group was sent: nothing older draws its tokens"""
+    """of the weights when the group was sent: older ones cannot generate its tokens"""
     was_live: Callable[[int], bool] = any_version
 
 
 NOTHING = Bounds(0, frozenset())
-"""may come of a group that was not sent"""
+"""bounds of an unsent group"""
 
 
 def check_sample(sample: Sample, group: Group, partial: PartialSample | None, bounds: Bounds) -> None:
-    """Raises ValueError naming the child, the field and what the group allows. partial: what the child had when it was sent."""
+    """Raises ValueError naming the child, the field and what the group allows. partial: what the child had when it was
+    submitted."""
     if sample.index not in group.wanted:
         raise ValueError(f"sample {sample.index} of a group of {len(group.wanted)}")
     if sample.prompt_tokens != len(group.prompt):
@@ -68,7 +66,7 @@ def check_sample(sample: Sample, group: Group, partial: PartialSample | None, bo
 
 
 def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
-    """Raise ValueError for new tokens that a child of the group cannot have; `PartialSample.validate` checks the columns."""
+    """Raises ValueError for new tokens that are impossible for the group; `PartialSample.validate` checks the columns."""
     if not _is_seed(chunk.seed, group.sampling):
         raise _wrong(chunk, "seed", chunk.seed, f"{group.sampling.seed}")
     chunk.validate(group.sampling, bounds.vocab_size)
@@ -77,7 +75,7 @@ def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
 
 
 def check_goes_on(sample: Sample, known: PartialSample) -> None:
-    """Raises ValueError for a sample that has other tokens than were streamed of it, as far as the same versions made both."""
+    """Raises ValueError if a sample differs from its streamed tokens, as far as the same versions generated both."""
     same = agreed(sample.weight_versions, known.weight_versions, min(len(sample.token_ids), len(known.token_ids)))
     for name in ("token_ids", "logprobs"):
         if getattr(sample, name)[:same].tobytes() != getattr(known, name)[:same].tobytes():
@@ -85,8 +83,8 @@ def check_goes_on(sample: Sample, known: PartialSample) -> None:
 
 
 def check_refreshed(refreshed: Refreshed, version: int | None) -> None:
-    """Raises ValueError for the answer to a refresh that names other weights than it brought, or times that are none. version:
-    that the weights were to have; None: the next one."""
+    """Raises ValueError if the answer to a refresh names another version, or impossible numbers. version: requested; None: the
+    next one."""
     if refreshed.version < 0 or version not in (None, refreshed.version):
         raise ValueError(f"version {refreshed.version} for a refresh of version {version}")
     for name in ("bytes", "sent_bytes", "seconds", "staged_seconds", "paused_seconds"):
@@ -95,13 +93,13 @@ def check_refreshed(refreshed: Refreshed, version: int | None) -> None:
 
 
 def agreed(one: Spans, other: Spans, length: int) -> int:
-    """Count the first tokens, of `length`, that both say the same versions made."""
+    """Return how many of the first `length` tokens have equal versions in both."""
     starts = sorted({first for first, _ in (*one, *other) if first < length})
     return next((at for at in starts if version_at(one, at) != version_at(other, at)), length)
 
 
 def version_at(spans: Spans, at: int) -> int:
-    """Return which version made the token `at`, -1 if the spans do not say."""
+    """Return the version of the token at `at`; -1 if no span covers it."""
     place = bisect_right(spans, (at, math.inf)) - 1
     return spans[place][1] if place >= 0 else -1
 
@@ -116,7 +114,7 @@ def _is_seed(seed: int, sampling: Sampling) -> bool:
 
 
 def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
-    """Check which arrays there are, their dtypes and shapes, and token ids."""
+    """Check which arrays exist, their dtypes and shapes, and token ids."""
     tokens, k = sample.token_ids, sampling.top_logprobs
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise _wrong(sample, "token_ids", f"{tokens.dtype} {tokens.shape}", "int32 [tokens]")
@@ -133,7 +131,7 @@ def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
         if column is None or not wanted or column.dtype != DTYPES[name] or column.shape != shape:
             found = "none" if column is None else f"{column.dtype} {column.shape}"
             raise _wrong(
-                sample, name, found, f"{np.dtype(DTYPES[name]).name} {list(shape)}" if wanted else "none: nobody asked"
+                sample, name, found, f"{np.dtype(DTYPES[name]).name} {list(shape)}" if wanted else "none: it was not requested"
             )
     if len(tokens) > (most := sampling.max_tokens):
         raise _wrong(sample, "token_ids", f"of {len(tokens)} tokens", f"at most max_tokens={most}")
@@ -143,8 +141,8 @@ def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
 
 
 def _check_values(child: Sample | TokenChunk, skip: int, vocab_size: int, given: bool) -> None:
-    """Check log-probs behind the first `skip` tokens, which others made. given: the tokens were, so that some may be none of
-    those that could be drawn."""
+    """Check log-probs after the first `skip` tokens, which the client submitted. given: the tokens are given, so some may have
+    probability 0."""
     for name in ("logprobs", "raw_logprobs"):
         values = getattr(child, name)
         if values is None or len(values) <= skip:
@@ -164,7 +162,7 @@ def _check_values(child: Sample | TokenChunk, skip: int, vocab_size: int, given:
 
 
 def _check_partial(sample: Sample, partial: PartialSample | None, score: bool) -> None:
-    """Check that what the child had comes back with it."""
+    """Check that the sample begins with the tokens of its partial sample."""
     if partial is None:
         return
     had, tokens = len(partial.token_ids), sample.token_ids
@@ -185,7 +183,7 @@ def _check_partial(sample: Sample, partial: PartialSample | None, score: bool) -
 
 
 def _check_versions(child: Sample | TokenChunk, skip: int, bounds: Bounds) -> None:
-    """Check the spans: their order, and which weights made the tokens behind the first `skip`."""
+    """Check the spans: their order, and the versions of the tokens after the first `skip`."""
     spans, tokens = child.weight_versions, len(child.token_ids)
     if len(spans) == 1 and not skip and tokens and spans[0][0] == 0:  # as nearly always
         new = [spans[0][1]]
@@ -199,7 +197,7 @@ def _check_versions(child: Sample | TokenChunk, skip: int, bounds: Bounds) -> No
 
 
 def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
-    """Return which weights made the tokens behind the first `skip`, in order. Raises ValueError for spans that are none."""
+    """Return the versions of the tokens after the first `skip`, in order. Raises ValueError for invalid spans."""
     spans, tokens = child.weight_versions, len(child.token_ids)
     firsts = [first for first, _ in spans]
     if firsts != sorted(set(firsts)) or firsts[:1] != ([0] if tokens else []) or (tokens and firsts[-1] >= tokens):
@@ -208,7 +206,7 @@ def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
 
 
 def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos: frozenset[int]) -> None:
-    """Check that a child may have ended for this reason, with these tokens."""
+    """Check that a child may end for this reason, with these tokens."""
     reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
     most = sampling.max_tokens if partial is None or not group.score else len(partial.token_ids)
     match reason:
@@ -224,7 +222,7 @@ def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos:
             allowed = sampling.deadline_s is not None
         case "stale":
             allowed = sampling.max_version_lag is not None and len(tokens) > 0
-        case _:  # "error", and "aborted", which others than the client may ask for
+        case _:  # "error", and "aborted", which another client may cause
             allowed = True
     if not allowed:
         raise _wrong(sample, "finish_reason", f"{reason!r} after {len(tokens)} tokens", "one that its group allows")
@@ -234,7 +232,7 @@ def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos:
 
 
 def _stops(sample: Sample, sampling: Sampling, eos: frozenset[int]) -> bool:
-    """Whether the last token may end the child."""
+    """Return whether the last token may end the child."""
     last = int(sample.token_ids[-1])
     own = last in sampling.stop_token_ids or (last in eos and not sampling.ignore_eos)
     return own or sample.stopped_by is not None

@@ -1,26 +1,26 @@
-"""Every error that a user of the service can meet.
+"""All errors that a user of the service can meet.
 
 RolloutError                    kind on the wire
-├── ProtocolError               protocol_error      bytes that are no message of this protocol
-│   └── NotBelieved             not_believed        the other end sent what cannot be: a sample that nobody can have asked for
+├── ProtocolError               protocol_error      bytes that are not a message of this protocol
+│   └── NotBelieved             not_believed        the other end sent an impossible value, e.g. an unrequested sample
 ├── VersionMismatch             version_mismatch    the two ends speak different protocol versions
-├── NoSession                   no_session          the service does not (or no longer) know the session; Hello again
-├── InvalidRequest  (ValueError)   invalid_request     a field has a value that cannot be served
-├── LimitExceeded   (ValueError)   limit_exceeded      a field is over one of `Limits`
-├── IdConflict      (ValueError)   id_conflict         this group id is live with other content
-├── Busy                        busy                no room now; the same request may succeed later
-├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights serve on
-│   └── WrongBase               wrong_base          it says how weights change, and these here are others
-├── SourceUnreachable           source_unreachable  the service does not see the memory or folder that a refresh offers
+├── NoSession                   no_session          the service does not know the session; the client sends Hello again
+├── InvalidRequest  (ValueError)   invalid_request     a field has an invalid value
+├── LimitExceeded   (ValueError)   limit_exceeded      a field exceeds one of `Limits`
+├── IdConflict      (ValueError)   id_conflict         a live group has this id and other content
+├── Busy                        busy                no capacity now; the same request may succeed later
+├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights stay live
+│   └── WrongBase               wrong_base          it is a change of other weights than the live ones
+├── SourceUnreachable           source_unreachable  the service cannot read the memory or folder that a refresh offers
 ├── StaleWeights                stale_weights       the service's weights are older than the client accepts, or others
-├── KeyRefused                  key_refused         the service does not let this client in: its key is unknown,
-│                                                   wrong or revoked, or it has not the secret of the address
+├── KeyRefused                  key_refused         the service refuses this client: its key is unknown, wrong or revoked, or
+│                                                   it lacks the secret of the address
 ├── Forbidden                   forbidden           the key has no role for this request
-├── GroupFailed                 group_failed        the service itself failed on this request
+├── GroupFailed                 group_failed        the service failed while it served this request
 ├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled
-│   └── ServiceRestarted        service_restarted   another incarnation answers, or the same with other weights under one
-│                                                   version: what ran before is gone
-├── RequestTimeout (TimeoutError)  request_timeout     the caller's own time ran out; the group is still live
+│   └── ServiceRestarted        service_restarted   the service was restarted without the open groups, or with other weights
+│                                                   under the same version
+├── RequestTimeout (TimeoutError)  request_timeout     the caller's timeout expired; the group is still live
 └── ClientClosed                client_closed       the client was closed while the request was open
 """
 
@@ -30,17 +30,25 @@ from typing import ClassVar
 
 
 def shown(text: str) -> str:
-    """Escape text that came from a peer, for a terminal or a log: what would not print (control characters, escape sequences,
-    marks that turn the direction of text) is written as Python writes it, e.g. \\x1b."""
+    """Escape unprintable characters of a peer's text for terminals and logs (control characters, escape sequences, marks of
+    text direction) as Python does, e.g. \\x1b."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+KINDS: dict[str, type[RolloutError]] = {}
+"""each class of error by its kind"""
+
+
 class RolloutError(Exception):
-    """Base of all errors here. `kind` is stable and travels; `group_id` names the group it is about, if there is one."""
+    """Base of all errors of the service. `kind` is its stable name on the wire; `group_id` the group it concerns, if any."""
 
     kind: ClassVar[str] = "error"
+
+    def __init_subclass__(cls) -> None:
+        assert cls.kind not in KINDS, f"two errors of kind {cls.kind!r}"
+        KINDS[cls.kind] = cls
 
     def __init__(self, message: str, group_id: str | None = None) -> None:
         super().__init__(message)
@@ -48,13 +56,16 @@ class RolloutError(Exception):
         self.group_id = group_id
 
     def __str__(self) -> str:
-        """Format for people; `message` is as it came."""
+        """Return the escaped message; `message` is the original."""
         return shown(self.message if self.group_id is None else f"group {self.group_id!r}: {self.message}")
 
 
+KINDS[RolloutError.kind] = RolloutError
+
+
 def copy_of(error: RolloutError, group_id: str | None = None) -> RolloutError:
-    """Copy an error that several callers get, or that is kept: one that was raised holds the frames that it came through, and
-    with these, most likely, what keeps it."""
+    """Copy an error for another caller, or to store it: a raised error refers to its stack frames, and these often to the place
+    that stores it."""
     return type(error)(error.message, group_id)
 
 
@@ -63,7 +74,7 @@ class ProtocolError(RolloutError):
 
 
 class NotBelieved(ProtocolError):
-    """Raised where the message arrives; no service sends it."""
+    """Raised where the message arrives; services do not send it."""
 
     kind = "not_believed"
 
@@ -136,34 +147,7 @@ class ClientClosed(RolloutError):
     kind = "client_closed"
 
 
-KINDS: dict[str, type[RolloutError]] = {
-    error.kind: error
-    for error in (
-        RolloutError,
-        ProtocolError,
-        NotBelieved,
-        VersionMismatch,
-        NoSession,
-        InvalidRequest,
-        LimitExceeded,
-        IdConflict,
-        Busy,
-        WeightsRefused,
-        WrongBase,
-        SourceUnreachable,
-        StaleWeights,
-        KeyRefused,
-        Forbidden,
-        GroupFailed,
-        ServiceLost,
-        ServiceRestarted,
-        RequestTimeout,
-        ClientClosed,
-    )
-}
-
-
 def from_wire(kind: str, message: str, group_id: str | None = None) -> RolloutError:
-    """Make the typed error of a `Refused`. A kind that this end does not know (a newer service) gives a plain RolloutError."""
+    """Return the typed error of a `Refused`. An unknown kind, of a newer service, gives a plain RolloutError."""
     known = KINDS.get(kind)
     return known(message, group_id) if known else RolloutError(f"{kind}: {message}", group_id)

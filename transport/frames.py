@@ -6,8 +6,8 @@
                    {"type": "submit", "group_id": "g", "prompt": [1, "int32", [3]], "sampling": {...}}
                    01 00 00 00 2a 00 00 00 07 00 00 00
 
-Arrays are not copied at either end: `pack` hands out their memory, `Decoder.unpack` looks into the received frame. Each array
-frame is named by exactly one field.
+Neither end copies arrays: `pack` returns their memory, `Decoder.unpack` returns views of the received frames. Exactly one field
+refers to each array frame.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("int8", "uint8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64")
 }
-"""what an array on the wire may be: plain numbers, of which every bit pattern is valid"""
+"""dtypes of arrays on the wire: numbers for which every bit pattern is valid"""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""so that numpy need not be asked, which takes it 4 microseconds"""
+"""cached: numpy takes 4 microseconds for a name"""
 MAX_DIMENSIONS = 8
 MALFORMED = (msgspec.MsgspecError, RecursionError, MemoryError, OverflowError, ValueError, TypeError)
-"""what decoding hostile bytes may raise (UnicodeDecodeError is a ValueError)"""
+"""exceptions of decoding hostile bytes (UnicodeDecodeError is a ValueError)"""
 
 M = TypeVar("M")
 
@@ -65,7 +65,7 @@ def frame_bytes(frames: Sequence[Frame]) -> int:
 
 
 class Decoder(Generic[M]):
-    """frames -> message of one direction's union. One for each receiving thread: it holds the frames while it reads them."""
+    """Decodes frames to messages of one union. One per receiving thread: it refers to the frames while it decodes."""
 
     def __init__(self, union: Any, limits: Limits) -> None:
         self._header = msgspec.msgpack.Decoder(union, dec_hook=self._array)
@@ -74,8 +74,7 @@ class Decoder(Generic[M]):
         self._used: set[int] = set()
 
     def unpack(self, frames: Sequence[Frame]) -> M:
-        """Decode a message. Its arrays are views of `frames`, writable where the frame is. Raises ProtocolError, nothing
-        else."""
+        """Decode a message. Its arrays are views of `frames`, writable where the frame is. Raises only ProtocolError."""
         self._check_sizes(frames)
         self._frames, self._used = frames, set()
         try:
@@ -103,7 +102,7 @@ class Decoder(Generic[M]):
             raise ProtocolError(f"frame of {largest} bytes: at most {limits.max_frame_bytes} (Limits.max_frame_bytes)")
 
     def _array(self, kind: type, value: Any) -> np.ndarray:
-        """Decode a reference to a frame, checked before numpy sees any of it: it comes from the peer."""
+        """Decode a reference to a frame. It comes from the peer, so it is checked before numpy uses it."""
         if not (isinstance(value, list) and len(value) == 3):
             raise ProtocolError("an array field must be [frame, dtype, shape]")
         number, name, shape = value

@@ -1,5 +1,6 @@
-"""The two ends of transport.sockets inside one process: queues instead of sockets, for tests and for a trainer that runs the
-engine itself. The ends may live in two threads. Frames pass by reference, bounded like a socket's high-water mark."""
+"""Both ends of transport.sockets in one process, with queues instead of sockets: for tests, and for a trainer that runs the
+engine itself. The ends may be used in two threads. Frames pass by reference; the queues are bounded like a socket's high-water
+mark."""
 
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ class LoopbackService:
         return client is not None and client._put(frames)
 
     def reaches(self, peer: bytes, frames: list[Frame]) -> bool:
-        """Whether that connection has not ended, as `transport.sockets` has it."""
+        """Return whether the connection is open, as in `transport.sockets`."""
         self.send(peer, frames)
         return peer in self._clients
 
     def expect(self, extra_bytes: int) -> None:
-        """Do nothing: messages are counted here."""
+        """Do nothing: the queues count messages, not bytes."""
 
     def wake(self) -> None:
         with self._changed:
@@ -69,7 +70,7 @@ class LoopbackService:
             self._changed.notify_all()
 
     def close(self, linger: float = 0.0) -> None:
-        """Wait up to `linger` seconds until the clients have taken what was sent."""
+        """Wait up to `linger` seconds until the clients have received all messages."""
         deadline = time.monotonic() + linger
         with self._changed:
             self._open = False
@@ -103,7 +104,7 @@ class LoopbackClient:
         self._peer = peer
         self._changed = threading.Condition()
         self._inbox: deque[list[Frame]] = deque()
-        self._woken = True  # the connection is news
+        self._woken = True  # the new connection is an event
 
     def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]:
         with self._changed:

@@ -1,98 +1,126 @@
-"""The messages, as msgspec tagged unions. docs/wire.md tells when each is sent and what answers it.
+"""Messages as msgspec tagged unions. docs/wire.md describes when each is sent and how it is answered.
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
                         Begin Chunk Prepare Commit Abandon WeightsRequest Share Control Replicas Sleep Wake
     replica -> front:   Join Leave          front -> replica:   Joined Refused
-    service -> client:  Welcome Refused SampleDone SamplesDone Progress StatusReply Alive Closing
+    service -> client:  Welcome Refused SamplesDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
 
-A message with a request_id is answered by one with the same request_id, a Refused if it is refused.
+A request has a request_id; its answer, or Refused, has the same one.
 
-Adding one: define the Struct with its own tag, put it into the union of its direction, a request into ANSWERS as well, handle
-it on that side. A changed meaning or a changed field raises PROTOCOL.
+To add a message: define a Struct with its own tag, add it to the union of its direction, and a request also to ANSWERS, and
+handle it at the receiving end. A changed field or meaning raises PROTOCOL.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from engine.types import FinishReason, KVPolicy, Limits, Refreshed, Sample, Sampling, Tag
-from transport.partial import PartialColumns
+from engine.types import FinishReason, KVPolicy, Limits, Refreshed, Sampling, Tag
 from transport.weights import Offer
 
-PROTOCOL = 2
-TAKEN = "taken"
-"""capability of both ends: Alive says how much the service has taken, and the client waits for it"""
-BATCHES = "batches"
-"""capability of a client: it takes SamplesDone in place of many SampleDone"""
+PROTOCOL = 3
 DIGESTS = "digests"
-"""capability of both ends: a version is told with the digest of its weights, by Alive and by Submit"""
+"""capability of both ends: Alive and Submit name a weight version together with the digest of its weights"""
 GATHERS = "gathers"
-"""capability of a client that is a front: its samples may wait for each other for some milliseconds, while more are made"""
+"""capability of a front: its samples may wait some milliseconds to share a message"""
 UNTAKEN_BYTES = 8 << 20
-"""that a client sends ahead of what the service says it has taken; chunks of weights have their own window"""
+"""bytes that a client may send ahead of `Alive.taken_bytes`; the chunks of a refresh have their own window"""
 DIGEST_BYTES = 16
 MOST_REPLICAS = 1024
 """of a fleet"""
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 PushId = SessionId
-"""made by the client for one refresh: whoever repeats a request about it means the same one"""
+"""the client's id of one refresh; repeated requests about it carry the same id"""
 
 
 class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
-    """First message on every connection. Unknown fields pass, so that an end of another version can be told so."""
+    """First message on every connection. Unknown fields are ignored, so that another version can be answered."""
 
     protocol: int
     session: SessionId
-    """made by the client, 128 random bits; who knows it owns the session's groups"""
+    """128 random bits chosen by the client; they authorize access to the groups of the session"""
     number: int = 0
-    """raised by the client whenever its state has changed since its last Hello; Welcome repeats it"""
+    """incremented when the state of the client has changed since its last Hello; Welcome repeats it"""
     name: str = ""
-    """for people: logs, status"""
+    """shown in logs and status"""
     capabilities: tuple[str, ...] = ()
     groups: np.ndarray | None = None
-    """[groups, DIGEST_BYTES] uint8: digests of the groups sent before and still wanted. Whatever else the service holds for
-    this session is dropped, so aborts and acks that a broken link swallowed are made good here."""
+    """[groups, DIGEST_BYTES] uint8: digests of the sent groups that the client still needs. The service drops the other groups
+    of the session, which repairs a lost Abort or Ack"""
     alone: bool = False
-    """all other fronts' sessions of this key end: a front has its replicas for itself, and the one before it is dead"""
+    """end all sessions of other fronts with this key: a front owns its replicas, so the previous front is dead"""
+
+
+class PackedChildren(msgspec.Struct, frozen=True, eq=False, forbid_unknown_fields=True):
+    """Columns of C children, end to end: T tokens and S version spans in all.
+
+    Example:
+        children 2 and 5 have three tokens and one; version 4 generated the last two tokens of child 2
+
+        indices [2, 5]   lengths [3, 1]   token_ids [11, 5, 7, 40]   spans [[0, 0, 3], [0, 1, 4], [1, 0, 3]]
+    """
+
+    indices: np.ndarray
+    """[C] int32: index of each child"""
+    lengths: np.ndarray
+    """[C] int32: tokens of each child"""
+    token_ids: np.ndarray
+    """[T] int32"""
+    logprobs: np.ndarray
+    """[T] float32"""
+    spans: np.ndarray
+    """[S, 3] int64: place among the C children, first token, version"""
+    raw_logprobs: np.ndarray | None = None
+    """[T] float32, if the group asks for them"""
+    top_ids: np.ndarray | None = None
+    """[T, k] int32, if the group asks for the k most probable tokens"""
+    top_logprobs: np.ndarray | None = None
+    """[T, k] float32"""
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """Yield every array, in the order of the fields."""
+        for name in self.__struct_fields__:
+            if (value := getattr(self, name)) is not None:
+                yield value
 
 
 class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown_fields=True, omit_defaults=True):
-    """Take a group. Repeating it is harmless."""
+    """Submit a group. Idempotent."""
 
     group_id: str
     prompt: np.ndarray
     """[prompt_tokens] int32"""
     sampling: Sampling
     serial: int = 0
-    """part of the digest: tells two groups apart that use one id, one after the other, with the same content"""
+    """part of the digest: distinguishes consecutive groups of one id and content"""
     require_version: int = 0
-    """refuse the group if the live weights are older than this"""
+    """refuse the group if the live weights are older"""
     indices: tuple[int, ...] | None = None
-    """which of the n children are wanted, ascending; None = all"""
-    partials: PartialColumns | None = None
-    """children that have tokens already and go on from there"""
+    """requested children, ascending; None = all n"""
+    partials: PackedChildren | None = None
+    """existing tokens of children, which continue from there"""
     score: bool = False
-    """those of `partials` are the tokens whose log-probs are wanted; nothing is drawn"""
+    """score the tokens in `partials`; sample nothing"""
     after: tuple[str, int] | None = None
     """(group id, index) of the child of this session that the group continues: a hint, see `Group.after`"""
     client: str = ""
-    """on whose behalf a front asks: its clients share as if each had come by itself"""
+    """client of the front that sends this: the service shares its capacity between these, not between fronts"""
     require_digest: str = ""
-    """refuse the group if the live weights are of `require_version` and have another digest; left out for services without
+    """refuse the group if the live weights have version `require_version` and another digest; empty for services without
     DIGESTS"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """End these groups, and these single children of others; what is unfinished of them comes back as "aborted", what is kept
-    of them is given up. Unknown ids are nothing to do."""
+    """End these groups, and these single children of others. Unfinished children return as "aborted"; pinned KV of finished
+    ones is released. Unknown ids are ignored."""
 
     group_ids: list[str]
     children: list[tuple[str, int]] = []
@@ -100,11 +128,11 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack", forbid_unknown_fields=True):
-    """These samples (group id, index) have arrived; the service may forget them."""
+    """Acknowledge samples (group id, index); the service drops them."""
 
     samples: list[tuple[str, int]]
     progress: int = 0
-    """number of the last Progress that has arrived on this connection; the service may send further ones"""
+    """number of the last Progress received on this connection; 0 = none"""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
@@ -112,15 +140,15 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fi
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fields=True):
-    """The client lives; once a second."""
+    """Sent once a second."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
-    """The session ends now: abort its groups, forget it. Also the answer to Closing."""
+    """End the session: abort its groups. Also the answer to Closing."""
 
 
 class Begin(msgspec.Struct, frozen=True, eq=False, tag="begin", forbid_unknown_fields=True):
-    """Stage new weights. Answer: Lease, or Busy with the owner, WeightsRefused with the tensor, SourceUnreachable."""
+    """Stage new weights. Answer: Lease; Busy names the owner of the refresh in progress, WeightsRefused the tensor."""
 
     request_id: int
     push_id: PushId
@@ -130,17 +158,17 @@ class Begin(msgspec.Struct, frozen=True, eq=False, tag="begin", forbid_unknown_f
     version: int | None = None
     """above the live one; None = the next"""
     partial: bool = False
-    """tensors that are not in the manifest stay as they are"""
+    """tensors that are not in the manifest keep their values"""
     kv: KVPolicy = "keep"
     adapter: np.ndarray | None = None
-    """[bytes] uint8, see transport.weights.manifest: the tensors are those of a LoRA adapter, the weights are to be base +
-    adapter"""
+    """[bytes] uint8, see transport.weights.manifest: targets of a LoRA adapter, whose tensors the manifest lists; the new
+    weights are base + adapter"""
     base: str | None = None
-    """digest of the weights that the adapter was trained on; None = unknown. Answer to another one: WrongBase"""
+    """digest of the weights that the adapter was trained on; None = unknown. If the service's base differs: WrongBase"""
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False, tag="chunk", forbid_unknown_fields=True):
-    """The next bytes of an inline payload. Answer: Staged, once they are."""
+    """The next bytes of an inline payload. Answer: Staged, after they are staged."""
 
     request_id: int
     push_id: PushId
@@ -150,112 +178,112 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, tag="chunk", forbid_unknown_f
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", forbid_unknown_fields=True):
-    """Say when all of it is staged and checked: Commit can then fail only as a machine can. For whoever commits in several
-    services at once. Answer: Staged, or why not."""
+    """Ask for an answer when everything is staged and checked. A front that commits on several services sends it to all of them
+    before the first Commit. Answer: Staged."""
 
     request_id: int
     push_id: PushId
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit", forbid_unknown_fields=True):
-    """Apply it at the next step boundary at which all of it is staged. Answer: Applied, or why not."""
+    """Apply the staged weights at the next step boundary after everything is staged. Answer: Applied."""
 
     request_id: int
     push_id: PushId
     digest: str
     """of the manifest"""
     kv: KVPolicy | None = None
-    """in place of Begin's"""
+    """replaces the one of Begin"""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon", forbid_unknown_fields=True):
-    """Forget what is staged. Answer: Done; WeightsRefused if it is live already."""
+    """Discard the staged weights. Answer: Done; WeightsRefused if they are live already."""
 
     request_id: int
     push_id: PushId
 
 
 class WeightsRequest(msgspec.Struct, frozen=True, tag="weights", forbid_unknown_fields=True):
-    """What is live and what is staged. Answer: StatusReply."""
+    """Query live and staged weights. Answer: StatusReply."""
 
     request_id: int
     verify: bool = False
-    """also take the digest of the live bytes, which costs a pass over all of them between two steps"""
+    """also digest the live bytes: one pass over all weights between two steps"""
 
 
 class Share(msgspec.Struct, frozen=True, tag="share", forbid_unknown_fields=True):
-    """Write the live weights into shared memory, for another service of this host to read. Answer: StatusReply, with `version`,
-    `digest`, the `manifest` and the `offer`, which is void once other weights are live."""
+    """Write the live weights to shared memory, for another service on this host. Answer: StatusReply with `version`, `digest`,
+    `manifest` and `offer`; the offer ends when other weights become live."""
 
     request_id: int
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", forbid_unknown_fields=True):
-    """For the service as a whole, all clients' groups. Answer: Done; to drain: when nothing runs any more."""
+    """Pause, resume, drain or abort the groups of all clients. Answer: Done; for drain, when nothing runs."""
 
     request_id: int
     action: Literal["pause", "resume", "drain", "abort_all"]
 
 
 class Replicas(msgspec.Struct, frozen=True, tag="replicas", forbid_unknown_fields=True):
-    """Change the replicas of a fleet: how many there are, one that is to go, all restarted one after the other. Answer: Done,
-    once it has started."""
+    """Change the replicas of a fleet: scale to `count`, drain one, or restart all one after the other. Answer: Done, when the
+    change has started."""
 
     request_id: int
     action: Literal["scale", "drain", "roll"]
     count: int = 0
-    """of scale"""
+    """replicas, for scale"""
     name: str = ""
-    """of drain: the replica"""
+    """replica, for drain"""
 
 
 class Sleep(msgspec.Struct, frozen=True, tag="sleep", forbid_unknown_fields=True):
-    """Give the device's memory to others until Wake. Answer: Asleep, or why not."""
+    """Release device memory until Wake. Answer: Asleep."""
 
     request_id: int
     level: Literal[1, 2] = 1
-    """1: weights go to host memory; 2: they are dropped"""
+    """1: move the weights to host memory; 2: drop them"""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake", forbid_unknown_fields=True):
-    """Take it back. Answer: Done."""
+    """Allocate the memory again. Answer: Done."""
 
     request_id: int
     tags: tuple[Tag, ...] | None = None
-    """which parts; None = all that is asleep"""
+    """parts to wake; None = all that are asleep"""
 
 
 class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
-    """Answer to Hello. Unknown fields pass, as in Hello."""
+    """Answer to Hello. Unknown fields are ignored, as in Hello."""
 
     protocol: int
     hello: int
-    """number of the Hello that this answers; an older one's is out of date"""
+    """number of the answered Hello; the client ignores answers to older ones"""
     incarnation: str
-    """random hex, new at each start of the service, or with a journal its own"""
+    """random hex, new at each start of the service; with a journal, it survives restarts"""
     model: str
     vocab_size: int
     """rows of the embedding: token ids are 0 to vocab_size - 1"""
     context: int
-    """most tokens of prompt + max_tokens"""
+    """maximum of prompt tokens + max_tokens"""
     eos_token_ids: tuple[int, ...]
     version: int
     """of the weights"""
     limits: Limits
     capabilities: tuple[str, ...] = ()
     groups: np.ndarray | None = None
-    """[groups, DIGEST_BYTES] uint8: digests of those named by Hello that the service still has; the others are to be sent
+    """[groups, DIGEST_BYTES] uint8: digests of the groups in Hello that the service has; the client submits the others
     again"""
     arithmetic: str = ""
-    """name/version of what computes; equal ones, with equal weights, tokens and seeds, give equal samples"""
+    """name/version of the arithmetic: services with equal arithmetic, weights, prompts and seeds generate equal samples"""
     starts: int = 0
-    """of an incarnation with a journal, this one included; 0: there is no journal, and nothing outlives a restart"""
+    """number of starts of this incarnation, if the service has a journal; 0: no journal, and a restart loses all groups"""
     digest: str = ""
-    """of the weights; "": the service does not know it"""
+    """of the weights; "": unknown"""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
-    """A request is not served. `kind` is one of transport.errors.KINDS; with neither id it is about the message itself."""
+    """Reject a group or a request. `kind` is one of `transport.errors.KINDS`; without ids, the message itself was invalid."""
 
     kind: str
     message: str
@@ -263,20 +291,14 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     request_id: int | None = None
 
 
-class SampleDone(msgspec.Struct, frozen=True, eq=False, tag="sample", forbid_unknown_fields=True):
-    """One child has ended. Repeated after a reconnect until it is acked: tell repeats by (group_id, index)."""
-
-    sample: Sample
-
-
 class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What SamplesDone says of one child besides its columns: the fields of `Sample`, under their names."""
+    """One child of SamplesDone, without its arrays. Fields as in `Sample`."""
 
     group: Annotated[int, msgspec.Meta(ge=0)]
-    """which of the G groups"""
+    """place among the G groups"""
     index: int
     tokens: Annotated[int, msgspec.Meta(ge=0)]
-    """how many of the T are its own: those behind the tokens of the children before it"""
+    """number of its rows in the arrays; the children follow each other"""
     finish_reason: FinishReason
     weight_versions: list[tuple[int, int]]
     seconds: float
@@ -287,7 +309,8 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_unknown_fields=True):
-    """Children of G groups have ended, with T tokens in all: what as many SampleDone would say, for clients with BATCHES."""
+    """Finished children of G groups, with T tokens in all. Sent again after a reconnect until acknowledged: the client
+    identifies repeats by (group id, index)."""
 
     group_ids: list[str]
     seeds: list[int]
@@ -308,8 +331,8 @@ class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_u
 
 
 class Progress(msgspec.Struct, frozen=True, eq=False, tag="progress", forbid_unknown_fields=True):
-    """New tokens of C children that run, of G groups with `Sampling.stream_every`. On a new connection they come again from the
-    first one on. Samples are whole without them."""
+    """New tokens of C running children, of G groups with `Sampling.stream_every`. On a new connection they start again from the
+    first token. Samples are complete without them."""
 
     number: int
     """counts up from 1 on each connection"""
@@ -317,11 +340,11 @@ class Progress(msgspec.Struct, frozen=True, eq=False, tag="progress", forbid_unk
     seeds: list[int]
     """[G] of each group"""
     groups: np.ndarray
-    """[C] int32: which of the G groups"""
+    """[C] int32: place among the G groups"""
     firsts: np.ndarray
-    """[C] int32: position of the first token that is new"""
-    children: PartialColumns
-    """the tokens; spans count from each child's first one here"""
+    """[C] int32: position of each child's first new token"""
+    children: PackedChildren
+    """the new tokens; spans count from each child's first new token"""
 
 
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply", forbid_unknown_fields=True):
@@ -331,24 +354,24 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply", forbid_unknow
 
 
 class Lease(msgspec.Struct, frozen=True, tag="lease", forbid_unknown_fields=True):
-    """The staging is the client's, until it has said nothing about it for lease_s seconds."""
+    """The client owns the staging area until it sends nothing about this refresh for lease_s seconds."""
 
     request_id: int
     version: int
-    """that the weights will have"""
+    """of the weights after Commit"""
     lease_s: float
     window_bytes: int
-    """of chunks that may be under way without an answer"""
+    """bytes of unanswered chunks that may be in flight"""
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged", forbid_unknown_fields=True):
-    """That chunk is staged, and so is all before it; to Prepare: all of it is, and is what the manifest says."""
+    """The chunk and all before it are staged; for Prepare: everything is staged and matches the manifest."""
 
     request_id: int
 
 
 class Applied(msgspec.Struct, frozen=True, tag="applied", forbid_unknown_fields=True):
-    """The weights are live: every token from now on is theirs."""
+    """The weights are live: they generate every further token."""
 
     request_id: int
     refreshed: Refreshed
@@ -357,7 +380,7 @@ class Applied(msgspec.Struct, frozen=True, tag="applied", forbid_unknown_fields=
 class Asleep(msgspec.Struct, frozen=True, tag="asleep", forbid_unknown_fields=True):
     request_id: int
     freed_bytes: int
-    """that went back to the device, or to the machine where there is none"""
+    """device memory that was released; without a device, host memory"""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
@@ -365,58 +388,57 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive", forbid_unknown_fields=True, omit_defaults=True):
-    """The service's loop turns; once a second, and when much was taken."""
+    """Heartbeat of the service's loop: sent once a second, and after every quarter of UNTAKEN_BYTES received."""
 
     steps: int
     """steps of the engine since the service started"""
     version: int
     """of the weights"""
     taken_bytes: int = 0
-    """of messages that the loop has taken from this connection since it sent Welcome; left out for clients without TAKEN"""
+    """bytes of messages that the loop has received on this connection since Welcome"""
     digest: str = ""
-    """of the weights; left out for clients without DIGESTS"""
+    """of the weights; empty for clients without DIGESTS"""
 
 
 class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=True):
-    """The service stops; nothing comes after this. Answered by Goodbye: then the client has everything."""
+    """The service is shutting down; this is its last message. The client has received everything and answers with Goodbye."""
 
     reason: str
 
 
-# between a replica that joins and its front, at an address of their own
+# between a joining replica and its front, at the front's address for replicas
 
 
 ReplicaName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\d+\Z)[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}\Z")]
-"""numbers are the names of replicas that a front starts itself"""
+"""not a number: those are names of replicas that a front starts itself"""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Be a replica of this front, or go on being one; once a second. Answer: Joined, or Refused. Unknown fields pass, as in
-    Hello."""
+    """Join a front as a replica; repeated every second. Answer: Joined, or Refused. Unknown fields are ignored, as in Hello."""
 
     protocol: int
     name: ReplicaName
     incarnation: SessionId
     """of the process"""
     address: str
-    """where its service listens, for the front"""
+    """of the replica's service, as the front reaches it"""
     server: str = ""
-    """public key of that service, which knows the front by the front's own; "": it has no keys"""
+    """public key of that service; "": it has no keys"""
     pid: int = 0
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True):
-    """The replica has stopped in order: nothing more comes of it."""
+    """The replica has shut down in an orderly way."""
 
     name: ReplicaName
     incarnation: SessionId
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """The front knows the replica."""
+    """The front has the replica."""
 
     leave: Literal["", "restart", "stop"] = ""
-    """the process is to stop in order; "restart": for another one to take its place"""
+    """request to shut down: "stop" for good, "restart" to be replaced by a new process"""
     why: str = ""
 
 
@@ -427,7 +449,7 @@ WeightMessage = Begin | Chunk | Prepare | Commit | Abandon
 AdminMessage = WeightsRequest | Share | Control | Replicas | Sleep | Wake
 ClientMessage = Hello | Submit | Abort | Ack | StatusRequest | Heartbeat | Goodbye | WeightMessage | AdminMessage
 Answer = Lease | Staged | Applied | Asleep | Done
-ServiceMessage = Welcome | Refused | SampleDone | SamplesDone | Progress | StatusReply | Alive | Closing | Answer
+ServiceMessage = Welcome | Refused | SamplesDone | Progress | StatusReply | Alive | Closing | Answer
 
 ANSWERS: dict[type, type] = {
     **dict.fromkeys((StatusRequest, WeightsRequest, Share), StatusReply),
@@ -437,25 +459,25 @@ ANSWERS: dict[type, type] = {
     Commit: Applied,
     Sleep: Asleep,
 }
-"""of each request, unless it is refused"""
+"""answer of each request, other than Refused"""
 
 
 ANSWER_HEADER_BYTES = 1 << 24
 
 
 def answer_limits(limits: Limits) -> Limits:
-    """Widen limits for what the service sends: the header of a status grows with the number of clients."""
+    """Widen limits for messages of the service: the header of a status grows with the number of clients."""
     return msgspec.structs.replace(limits, max_header_bytes=max(limits.max_header_bytes, ANSWER_HEADER_BYTES))
 
 
 @lru_cache(64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return what numpy calls a dtype, which takes numpy itself 4 microseconds."""
+    """Return the name of a dtype; cached, since numpy takes 4 microseconds for it."""
     return dtype.name
 
 
 def digest(submit: Submit) -> bytes:
-    """Take DIGEST_BYTES bytes that two Submits share only if they ask for the same (BLAKE2b; a NaN equals itself)."""
+    """Hash what a Submit asks for, with BLAKE2b, to DIGEST_BYTES bytes. A NaN equals itself."""
     arrays = [submit.prompt, *(() if submit.partials is None else submit.partials.arrays())]
     kinds = [(dtype_name(array.dtype), array.shape) for array in arrays]
     fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, submit.after, kinds, submit.score)

@@ -1,14 +1,14 @@
-"""What waits at the service to be received: a bound in bytes, for each connection and for all.
+"""Bounds the received bytes that wait at the service, which libzmq cannot: per connection and in total.
 
-    waits = bytes that the kernel has received on a connection - bytes that the service has taken from it
+    waiting = bytes that the kernel has received on a connection - bytes that the service has taken from it
 
-libzmq has no such bound: without a receive mark (`transport.sockets` says why there is none) it takes in whatever comes while
-the service computes, and the mark counts whole messages only, so that one message without an end would grow for ever. The
-kernel counts the bytes of a TCP connection (tcpi_bytes_received, Linux 4.1). A thread looks at them every TICK_MS; a connection
-over its bound is shut down, which libzmq sees as its end: what is incomplete of it is freed.
+Without a receive mark (`transport.sockets` says why there is none) libzmq reads everything that arrives while the service
+computes, and a mark would count complete messages only, so one endless message would grow for ever. The kernel counts the bytes
+of a TCP connection (tcpi_bytes_received, Linux 4.1). A thread checks them every TICK_MS and shuts down a connection over its
+bound; libzmq then frees its incomplete message.
 
-The thread needs the interpreter lock for some microseconds a tick: as long as something holds the lock, nothing is bounded but
-by the network. Bytes on the wire are counted, not memory: libzmq keeps 64 bytes for each frame, however short.
+The thread needs the interpreter lock for some microseconds per tick; while another thread holds it, only the network bounds the
+bytes. Bytes on the wire are counted, not memory: libzmq uses 64 bytes for each frame, however short.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 WAITING_BYTES = 16 << 20
-"""that may wait of one connection, besides one message of the longest frames"""
+"""of one connection, besides one message of maximum size"""
 TOTAL_BYTES = 256 << 20
-"""that may wait of all connections, those that have ended included"""
+"""of all connections, ended ones included"""
 SMALL_BYTES = 1 << 16
-"""a connection with less than this is never ended for what others send"""
+"""a connection with less is never shut down because of the total"""
 TICK_MS = 20
 UNCOUNTED_BYTES, UNCOUNTED_BYTES_PER_S = 4096, 64
-"""ZMTP's handshake and pings, which libzmq takes itself"""
+"""of ZMTP's handshake and pings, which libzmq consumes itself"""
 TCP_INFO_BYTES_RECEIVED = 128
 """offset of the u64 in struct tcp_info"""
 FRAME_OVERHEAD = {True: 9, False: 2}
@@ -42,7 +42,7 @@ log = logging.getLogger("rollout.transport.inflow")
 
 
 class ReceiveQueue:
-    """One accepted connection, held by a descriptor of its own: libzmq's may be closed, and its number given to another."""
+    """One accepted connection. It has its own descriptor: libzmq may close its one, and the number may be reused."""
 
     def __init__(self, descriptor: int) -> None:
         self.socket = socket_of(os.dup(descriptor))
@@ -53,15 +53,14 @@ class ReceiveQueue:
         """libzmq has ended it"""
 
     def waits(self) -> int:
-        """Count the bytes that have come and were not taken. Raises OSError."""
+        """Count the received bytes that were not taken. Raises OSError."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
         received = int.from_bytes(info[TCP_INFO_BYTES_RECEIVED : TCP_INFO_BYTES_RECEIVED + 8], sys.byteorder)
         age = time.monotonic() - self.since
         return max(0, received - self.taken - UNCOUNTED_BYTES - int(age * UNCOUNTED_BYTES_PER_S))
 
     def shut(self) -> None:
-        """Shut the connection down: libzmq reads its end and closes it. It is reset then: a peer that waits for room to send
-        would wait for minutes otherwise."""
+        """Shut the connection down and reset it: otherwise a blocked peer would wait for minutes."""
         self.cut = True
         try:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -71,7 +70,7 @@ class ReceiveQueue:
 
 
 def socket_of(descriptor: int) -> socket.socket:
-    """Make a descriptor a socket's own, and close it if it is none. Raises OSError."""
+    """Wrap a descriptor in a socket; close it if it is not a socket. Raises OSError."""
     try:
         return socket.socket(fileno=descriptor)
     except OSError:
@@ -80,19 +79,30 @@ def socket_of(descriptor: int) -> socket.socket:
 
 
 class Inflow:
-    """Watches the connections of a bound TCP socket. `taken` and `emptied` are for the thread that receives."""
+    """Watches the connections of a bound TCP socket. `taken` and `drained` are for the receiving thread.
 
-    def __init__(self, sock: zmq.Socket[bytes], message_bytes: int) -> None:
+    Args:
+        sock: bound to a TCP address.
+        message_bytes: maximum size of a message.
+        waiting_bytes, total_bytes: bounds of one connection and of all."""
+
+    def __init__(
+        self,
+        sock: zmq.Socket[bytes],
+        message_bytes: int,
+        waiting_bytes: int = WAITING_BYTES,
+        total_bytes: int = TOTAL_BYTES,
+    ) -> None:
         self.expected = 0
-        """bytes that a connection may send ahead by agreement; written by the thread that receives"""
-        self._bound = WAITING_BYTES + message_bytes
+        """further bytes that a connection may send ahead; written by the receiving thread"""
+        self._bound, self._total_bound = waiting_bytes + message_bytes, total_bytes
         self._sock = sock
         self._connections: dict[int, ReceiveQueue] = {}
-        """by the number of libzmq's descriptor; the watching thread's"""
+        """by number of libzmq's descriptor; of the watching thread"""
         self._early: dict[int, int] = {}
-        """bytes taken from a connection that the watching thread has not heard of"""
+        """bytes taken from connections that the watching thread does not know yet"""
         self._left = 0
-        """bytes that ended connections have left"""
+        """bytes that ended connections have left behind"""
         self._lock = threading.Lock()
         self._closed = False
         address = f"inproc://inflow-{id(self)}"
@@ -106,7 +116,7 @@ class Inflow:
         self._thread.start()
 
     def taken(self, descriptor: int, size: int) -> None:
-        """Note that the service has received `size` bytes of the connection."""
+        """Note that the service has taken `size` bytes from the connection."""
         with self._lock:
             connection = self._connections.get(descriptor)
             if connection is not None:
@@ -120,8 +130,8 @@ class Inflow:
         with self._lock:
             return self._connections.get(descriptor)
 
-    def emptied(self) -> None:
-        """Note that no whole message waits: what ended connections had left is taken or gone."""
+    def drained(self) -> None:
+        """Note that no complete message waits: nothing of ended connections is left."""
         with self._lock:
             self._left = 0
 
@@ -146,13 +156,13 @@ class Inflow:
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self._ended(int(event["value"]))
             else:
-                self._judge()
+                self._enforce()
 
     def _accepted(self, descriptor: int) -> None:
         try:
             connection = ReceiveQueue(descriptor)
         except OSError:
-            return  # it has ended; or its number is of something else by now
+            return  # it has ended, or its number was reused
         try:
             waits = connection.waits()
         except OSError:
@@ -171,12 +181,12 @@ class Inflow:
         if connection is not None:
             connection.socket.close()
 
-    def _judge(self) -> None:
+    def _enforce(self) -> None:
         waits = {connection: connection.waits() for connection in self._connections.values() if not connection.cut}
         over = [connection for connection, size in waits.items() if size > self._bound + self.expected]
         total = self._left + sum(waits.values())
         largest = sorted((connection for connection in waits if waits[connection] > SMALL_BYTES), key=waits.__getitem__)
-        while total > TOTAL_BYTES + self.expected and largest:
+        while total > self._total_bound + self.expected and largest:
             total -= waits[largest[-1]]
             over.append(largest.pop())
         for connection in over:

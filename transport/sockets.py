@@ -1,4 +1,4 @@
-"""The two ends over ZeroMQ: ROUTER (service) and DEALER (client). `transport.loopback` has the same two in one process.
+"""Both ends over ZeroMQ: ROUTER (service) and DEALER (client). `transport.loopback` has the same ends in one process.
 
     ServiceEnd.receive(timeout, most) -> [(peer, frames)]    ClientEnd.receive(timeout, sending) -> [frames]
     ServiceEnd.send(peer, frames) -> bool                    ClientEnd.send(frames) -> bool
@@ -7,21 +7,20 @@
                                                              ClientEnd.connected, connections, wake(), close(linger)
     ServiceEnd.keys: KeyRing | None                          ClientEnd.refusal
 
-`send` returns False where the message cannot be taken now (queue full, peer gone); it never blocks and never drops. A peer is
-the routing id that ROUTER made up for one connection: it names a connection, never a client. Sessions do that. With keys
-(`transport.keys`) a peer is the key of its client and a routing id that the client made up for one connection.
+`send` returns False if the message cannot be taken now (queue full, peer gone); it never blocks or drops. A peer is the routing
+id that ROUTER chose for one connection: it identifies a connection, not a client (sessions do that). With keys
+(`transport.keys`) a peer is the client's key and a routing id that the client chose for one connection.
 
-No receive high-water mark: libzmq 4.3.5 stops reading a connection at the mark, ends its polling when the peer resets it, and
-then aborts the whole process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one that the peer
-left in the buffer. Without a mark it never stops reading. The client alone has ZMTP heartbeats; what waits at the service is
-bounded by `transport.receive_limit`, what waits at the client by the service, which keeps count of what was not acked.
+There is no receive high-water mark. libzmq 4.3.5 stops reading a connection at the mark, stops polling it when the peer resets
+it, and then aborts the process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one in the buffer.
+Without a mark it never stops reading. Only the client has ZMTP heartbeats. `transport.receive_limit` bounds the bytes that wait
+at the service; the service bounds those that wait at the client, since it counts unacknowledged samples.
 
-Bounds: one frame by MAXMSGSIZE (checked by libzmq before it allocates; a longer one costs the sender its connection), messages
-not sent yet by the send high-water mark, bytes that wait to be received by `transport.receive_limit`, frames of a message by
-Limits.max_frames once it is whole.
+Bounds: one frame by MAXMSGSIZE (libzmq checks it before it allocates, and closes the connection), unsent messages by the send
+high-water mark, waiting bytes by `transport.receive_limit`, frames of a complete message by Limits.max_frames.
 
-When a connection ends, what the client has not yet received from it is lost, even if it has arrived: whoever must know that the
-other end has something waits for an answer before it closes.
+When a connection ends, the client loses messages that it has not received yet, even if they have arrived. An end that must know
+whether the other end has a message waits for its answer before it closes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -43,26 +42,41 @@ from transport.keys.cookie import ClientCookie, Cookie, require
 from transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
 from transport.keys.files import DEFAULT_FILE, ClientKeys, read_client
 from transport.keys.ring import NO_KEY, KeyRing, identified, routing_id
-from transport.receive_limit import FRAME_OVERHEAD, Inflow
+from transport.receive_limit import FRAME_OVERHEAD, TOTAL_BYTES, WAITING_BYTES, Inflow
 
 QUEUED_MESSAGES = 256
 """high-water mark of one connection, each way"""
 BATCH = 512
-"""messages taken by one `receive`, so that a flood cannot keep the loop from stepping"""
-HANDSHAKE_MS = 3000
-CLIENT_HEARTBEAT_MS, CLIENT_SILENCE_MS = 1000, 3000
-"""the client's ZMTP pings are answered by the service's libzmq I/O thread, so a long engine step is not silence; a stopped or
-dead process is"""
+"""maximum of messages per `receive`, so that a flood cannot stop the loop"""
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
-"""that the client looks for; after FAILED_AUTH libzmq does not try again"""
+"""events that the client watches; after FAILED_AUTH libzmq does not try again"""
 END_FDS = 32
-"""descriptors that an end finds free before it begins; it takes some twelve, and one more for each connection"""
+"""free descriptors that an end requires at its start; it uses some twelve, and one more per connection"""
 KEEPALIVE_S = 10
-"""TCP's own probes: a connection whose machine is gone ends after some 40 s"""
+"""interval of TCP's probes: a connection to a lost machine ends after some 40 s"""
+
+
+class SocketOptions(NamedTuple):
+    """Times and bounds of both ends. The service's libzmq I/O thread answers the client's ZMTP pings, so only a stopped or dead
+    process is silent, not one in a long engine step."""
+
+    handshake_ms: int = 3000
+    """until an incomplete handshake ends the connection"""
+    heartbeat_ms: int = 1000
+    """between two pings of the client"""
+    silence_ms: int = 3000
+    """without an answer, until the client gives the connection up"""
+    waiting_bytes: int = WAITING_BYTES
+    """received bytes of one connection that may wait at the service, see `transport.receive_limit`"""
+    total_bytes: int = TOTAL_BYTES
+    """the same of all connections"""
+
+
+DEFAULTS = SocketOptions()
 
 
 class ServiceTransport(Protocol):
-    """What the service needs of its end."""
+    """The service's end of the transport."""
 
     endpoint: str
     keys: KeyRing | None
@@ -76,7 +90,7 @@ class ServiceTransport(Protocol):
 
 
 class ClientTransport(Protocol):
-    """What the client needs of its end."""
+    """The client's end of the transport."""
 
     address: str
     connected: bool
@@ -90,8 +104,8 @@ class ClientTransport(Protocol):
 
 
 def check_bind(endpoint: str, keyed: bool = False) -> str:
-    """Return the endpoint as libzmq takes it. Raises ValueError with the reason if others than this host could reach it and
-    there are no keys (`keyed`)."""
+    """Return the endpoint as libzmq takes it. Raises ValueError if other hosts could reach it and there are no keys
+    (`keyed`)."""
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return endpoint
     scheme, _, rest = endpoint.partition("://")
@@ -111,7 +125,7 @@ def check_bind(endpoint: str, keyed: bool = False) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address that leads nowhere but to this host, and can be seen to."""
+    """Return whether an address is a loopback address of this host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -119,21 +133,21 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(address: str, role: str = "rollout") -> None:
-    """Raises ValueError with the reason for what is no address, or for one of another host, which is for those with keys. role:
-    what the key would be for."""
+    """Raises ValueError for an invalid address, and for one of another host: that needs a connection file. role: of the key,
+    for the message."""
     if not address.startswith(("tcp://", "ipc://")):
         raise ValueError(
             f"address {address!r}: must be tcp://HOST:PORT or ipc://PATH, as `rollout serve` prints it, or a connection file"
         )
     if address.startswith("tcp://") and not is_loopback(address.removeprefix("tcp://").rpartition(":")[0]):
         raise ValueError(
-            f"address {address!r} is not on this host, and what is sent there would be in clear and from anybody: give a "
+            f"address {address!r} is not on this host, and without keys nothing is encrypted or authenticated: give a "
             f"connection file in its place; on the service's host `rollout keys add NAME --role {role}` makes one"
         )
 
 
 def check_descriptors(count: int) -> None:
-    """Raise OSError (EMFILE, ENFILE) where this process cannot open so many descriptors more."""
+    """Raises OSError (EMFILE, ENFILE) if this process cannot open `count` more descriptors."""
     opened: list[int] = []
     try:
         while len(opened) < count:
@@ -144,20 +158,20 @@ def check_descriptors(count: int) -> None:
 
 
 def _context(
-    endpoint: str, limits: Limits, kind: int, added: int = 0
+    endpoint: str, limits: Limits, kind: int, options: SocketOptions, added: int = 0
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    check_descriptors(END_FDS)  # libzmq ends the process where a context's threads get none
-    zmq.Frame(b"\0", copy=False)  # pyzmq's own context, for what is sent without a copy: else made with the first large frame
+    check_descriptors(END_FDS)  # without descriptors for a context's threads libzmq aborts
+    zmq.Frame(b"\0", copy=False)  # creates pyzmq's context for zero-copy sends now, not at the first large frame
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         sock = context.socket(kind)
-    except zmq.ZMQError as error:  # since that look others have opened some
+    except zmq.ZMQError as error:  # others were opened since the check
         context.destroy(linger=0)
         raise OSError(error.errno, error.strerror) from None
     sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes) + added)
     sock.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
     sock.setsockopt(zmq.RCVHWM, 0)  # see the docstring: anything else lets a peer abort this process
-    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, options.handshake_ms)
     sock.setsockopt(zmq.IPV6, int("[" in endpoint))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
     sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
@@ -168,9 +182,9 @@ def _context(
 
 
 def _receive(sock: zmq.Socket[bytes], max_frames: int, added: int = 0) -> tuple[list[Frame], zmq.Frame, int] | None:
-    """Receive one waiting message, or None: its frames, the last of them as libzmq has it, and the bytes of those behind the
-    first on the wire; `added`: by encryption to each frame. Of a message with too many frames, one more than allowed is kept:
-    the decoder refuses it."""
+    """Receive one waiting message, or None. Returns its frames, the last one as libzmq's object, and the bytes on the wire
+    without the first frame. added: bytes that encryption adds to a frame. Of too many frames, one more than allowed is kept:
+    the decoder refuses them."""
     try:
         frame = sock.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
@@ -187,8 +201,8 @@ def _receive(sock: zmq.Socket[bytes], max_frames: int, added: int = 0) -> tuple[
 
 
 def _descriptor(frame: zmq.Frame) -> int:
-    """Return the number of the connection's descriptor that the message came by; -1 if the peer was gone before libzmq asked
-    for its address."""
+    """Return the descriptor number of the message's connection; -1 if the peer disconnected before libzmq asked for its
+    address."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -196,11 +210,11 @@ def _descriptor(frame: zmq.Frame) -> int:
 
 
 class Waker:
-    """A descriptor to poll beside a socket, so that another thread can end the wait."""
+    """A descriptor to poll together with a socket, so that another thread can end the wait."""
 
     def __init__(self) -> None:
         self.end, self._write = socket.socketpair()
-        """`end`: readable when somebody has woken"""
+        """`end` is readable after `wake`"""
         self.end.setblocking(False)
         self._write.setblocking(False)
 
@@ -208,10 +222,10 @@ class Waker:
         try:
             self._write.send(b"\0")
         except (BlockingIOError, OSError):
-            pass  # the buffer is full of wakes, or the end is closed: either way nobody needs another one
+            pass  # the buffer is full of wakes, or the end is closed: no further one is needed
 
     def clear_if(self, ready: Sequence[tuple[object, int]] | None) -> None:
-        """Forget the wakes so far, if the descriptor is among what a poll has found; what nobody polled for is left there."""
+        """Clear the wakes so far, if the descriptor is among those that a poll returned."""
         if ready is None or not any(one == self.end.fileno() for one, _ in ready):
             return
         try:
@@ -226,46 +240,46 @@ class Waker:
 
 
 def _user_id(frame: zmq.Frame) -> str:
-    """Return the public key that the door let in, as it stands with each of its messages."""
+    """Return the public key of the connection, as libzmq attaches it to each message."""
     try:
         return str(frame.get("User-Id"))
-    except zmq.ZMQError:  # nobody was asked: the socket is not guarded, whatever it was told
+    except zmq.ZMQError:  # no authentication took place
         return NO_KEY
 
 
 class ServiceEnd:
-    """The ROUTER. For the thread that runs the service's loop. `keys`: the service's key file; without it whoever can read the
-    endpoint's secret is served, which is this user (`transport.keys.cookie`).
+    """The ROUTER, for the thread of the service's loop. keys: the service's key file; without it, the endpoint accepts clients
+    that can read its secret, which are this user's (`transport.keys.cookie`).
 
-    Raises ValueError for an endpoint that others can reach without keys, for one that cannot be bound (a port in use), for keys
-    that cannot be used, and where the secret cannot be written."""
+    Raises ValueError for an endpoint that other hosts can reach without keys, for one that cannot be bound, for invalid keys,
+    and if the secret cannot be written."""
 
-    def __init__(self, endpoint: str, limits: Limits, keys: str | None = None) -> None:
+    def __init__(self, endpoint: str, limits: Limits, keys: str | None = None, options: SocketOptions = DEFAULTS) -> None:
         endpoint = check_bind(endpoint, keys is not None)
         self.keys = None if keys is None else KeyRing(keys)
         self._added = 0 if keys is None else FRAME_BYTES
-        self._context, self._sock = _context(endpoint, limits, zmq.ROUTER, self._added)
+        self._context, self._sock = _context(endpoint, limits, zmq.ROUTER, options, self._added)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._cookie = Cookie() if keys is None else None
-        self.door: KeyAuthenticator | None = None
+        self.authenticator: KeyAuthenticator | None = None
         self._inflow: Inflow | None = None
         self._wakes = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._sock, zmq.POLLIN)
         self._poller.register(self._wakes.end, zmq.POLLIN)
-        self._lines: dict[bytes, ClientConnection] = {}
+        self._connections: dict[bytes, ClientConnection] = {}
         """connections of clients with keys"""
         try:
             if self.keys is not None:
                 guard(self._sock, self.keys.own)
-                self.door = KeyAuthenticator(self._context, self.keys)
+                self.authenticator = KeyAuthenticator(self._context, self.keys)
             elif self._cookie is not None:
                 require(self._sock)
-                self.door = KeyAuthenticator(self._context, self._cookie)
+                self.authenticator = KeyAuthenticator(self._context, self._cookie)
             self._sock.bind(endpoint)
             self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
-            """the real one, if the port was left open"""
+            """with the real port, if any free one was requested"""
             if self._cookie is not None:
                 self._cookie.publish(self.endpoint)
         except (zmq.ZMQError, ValueError) as error:
@@ -273,13 +287,13 @@ class ServiceEnd:
             raise ValueError(f"cannot listen at {endpoint}: {error}") from None
         message_bytes = limits.max_header_bytes + limits.max_frame_bytes
         if endpoint.startswith("tcp://"):
-            self._inflow = Inflow(self._sock, message_bytes)
+            self._inflow = Inflow(self._sock, message_bytes, options.waiting_bytes, options.total_bytes)
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
-        """Receive up to `most` waiting messages as (peer, frames), in turn from all connections; wait up to `timeout` seconds
-        for a first one, or for `wake`."""
-        if self.door is not None:
-            self.door.tend()
+        """Receive up to `most` waiting messages as (peer, frames), round-robin over connections; wait up to `timeout` seconds
+        for the first one, or for `wake`."""
+        if self.authenticator is not None:
+            self.authenticator.restart_if_dead()
         received: list[tuple[bytes, list[Frame]]] = []
         ready = None if timeout == 0 else self._poller.poll(int(timeout * 1000))
         if ready is None or ready:
@@ -291,24 +305,24 @@ class ServiceEnd:
                 frames, last, size = message
                 received.append((self._peer(bytes(frames[0]), last, size), frames[1:]))
         if len(received) < most and self._inflow is not None:
-            self._inflow.emptied()
+            self._inflow.drained()
         return received
 
     def _peer(self, routing_id: bytes, last: zmq.Frame, size: int) -> bytes:
-        """Name the connection that a message came by, and note what was taken from it. `last`: its last frame."""
+        """Identify the connection of a message, and count its bytes. last: the last frame."""
         descriptor = _descriptor(last)
         if self._inflow is not None:
             self._inflow.taken(descriptor, size)
         if self.keys is None:
             return routing_id
         peer = identified(_user_id(last), routing_id)
-        if self._inflow is not None and peer not in self._lines:
-            self._lines = {peer: line for peer, line in self._lines.items() if not line.over}
-            self._lines[peer] = ClientConnection(self._inflow, descriptor)
+        if self._inflow is not None and peer not in self._connections:
+            self._connections = {peer: one for peer, one in self._connections.items() if not one.over}
+            self._connections[peer] = ClientConnection(self._inflow, descriptor)
         return peer
 
     def expect(self, extra_bytes: int) -> None:
-        """Let a connection send so much ahead, besides what any may."""
+        """Allow connections to send so many bytes ahead, besides the usual bound."""
         if self._inflow is not None:
             self._inflow.expected = extra_bytes
 
@@ -324,7 +338,7 @@ class ServiceEnd:
     def _send(self, peer: bytes, frames: list[Frame]) -> int:
         """Send a message. Returns 0, or why not: EAGAIN, there is no room; EHOSTUNREACH, the connection has ended."""
         if self.keys is not None:
-            line = self._lines.get(peer)
+            line = self._connections.get(peer)
             if self._inflow is not None and (line is None or not line.up):
                 return int(zmq.EHOSTUNREACH)
             peer = routing_id(peer)
@@ -344,17 +358,17 @@ class ServiceEnd:
         """Close within `linger` seconds, used to push out what was taken. May be repeated."""
         if self._inflow is not None:
             self._inflow.close()
-        if self.door is not None:
-            self.door.close()
+        if self.authenticator is not None:
+            self.authenticator.close()
         if self._cookie is not None:
-            self._cookie.close()  # while nobody else can have the address
+            self._cookie.close()  # before another process can bind the address
         self._context.destroy(linger=int(linger * 1000))
         self._wakes.close()
 
 
 class ClientConnection:
-    """A connection of a client with a key. What is for it is not sent once it has ended: by then its routing id may be another
-    client's."""
+    """Connection of a client with a key. After it has ended, its routing id may belong to another client, so nothing is sent to
+    it any more."""
 
     def __init__(self, inflow: Inflow, descriptor: int) -> None:
         self._inflow = inflow
@@ -363,7 +377,7 @@ class ClientConnection:
 
     @property
     def up(self) -> bool:
-        """Whether it is known, and has not ended."""
+        """Return whether it is known and has not ended."""
         if self._connection is None:
             self._connection = self._inflow.connection(self._descriptor)
         return self._connection is not None and not self._connection.over
@@ -374,19 +388,18 @@ class ClientConnection:
 
 
 class ClientEnd:
-    """The DEALER. For the client's I/O thread, except `wake`, which any thread may call.
+    """The DEALER, for the client's I/O thread; any thread may call `wake`.
 
-    The routing id is left unset and messages are not queued for connections that do not exist (IMMEDIATE), so a new connection
-    starts empty: the session decides what is sent again. Reconnects by itself, for ever. With keys each connection has a
-    routing id of its own, which nobody can guess.
+    It has no routing id and queues no messages without a connection (IMMEDIATE), so a new connection starts empty: the session
+    decides what is sent again. It reconnects by itself, for ever. With keys, each connection has a random routing id.
 
     Args:
-        address: tcp://HOST:PORT of this host, ipc://PATH, or the path of a connection file, or what is in one.
+        address: tcp://HOST:PORT of this host, ipc://PATH, the path of a connection file, or its content.
 
-    Raises ValueError for an address that is none, or is another host's, and for a file that cannot be used; OSError where the
-    process has hardly a descriptor left."""
+    Raises ValueError for an invalid address, one of another host, or an invalid file; OSError if the process has too few
+    descriptors left."""
 
-    def __init__(self, address: str | ClientKeys, limits: Limits) -> None:
+    def __init__(self, address: str | ClientKeys, limits: Limits, options: SocketOptions = DEFAULTS) -> None:
         if isinstance(address, str) and "://" not in address and Path(address).is_file():
             address = read_client(address)
         keys = address if isinstance(address, ClientKeys) else None
@@ -398,19 +411,19 @@ class ClientEnd:
         self.address = address
         self.connected = False
         self.refusal = ""
-        """why the service does not let this client in, for good or until the address has another secret; "" = it does"""
+        """why the service refuses this client, for good or until the address has another secret; "" = it does not"""
         self._cookie = ClientCookie(address) if keys is None else None
         self.connections = 0
-        """handshakes so far: a change means another connection, even if no loss was seen"""
-        self._context, self._sock = _context(address, limits, zmq.DEALER, FRAME_BYTES)
+        """number of handshakes: a change means a new connection, even if no loss was reported"""
+        self._context, self._sock = _context(address, limits, zmq.DEALER, options, FRAME_BYTES)
         if keys is not None:
             introduce(self._sock, keys)
         elif self._cookie is not None:
             self._cookie.show(self._sock)
         self._max_frames = limits.max_frames
         self._sock.setsockopt(zmq.IMMEDIATE, 1)
-        self._sock.setsockopt(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
-        self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, CLIENT_SILENCE_MS)
+        self._sock.setsockopt(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
+        self._sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, options.silence_ms)
         self._sock.setsockopt(zmq.RECONNECT_IVL, 100)
         self._sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._monitor = self._sock.get_monitor_socket(EVENTS)
@@ -425,8 +438,8 @@ class ClientEnd:
             raise ValueError(f"address {address!r}: {error}") from None
 
     def receive(self, timeout: float, sending: bool = False) -> list[list[Frame]]:
-        """Receive up to BATCH waiting messages. Returns early on `wake`, on a change of the connection and, if `sending`, when
-        there is room to send."""
+        """Receive up to BATCH waiting messages. Returns early on `wake`, when the connection changes and, if `sending`, when
+        the socket can send."""
         self._poller.register(self._sock, zmq.POLLIN | (zmq.POLLOUT if sending else 0))
         ready = self._poller.poll(int(timeout * 1000))
         self._wakes.clear_if(ready)
@@ -453,10 +466,10 @@ class ClientEnd:
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.connections += self.connected
             if self.connected and self._cookie is not None:
-                self._cookie.let_in()
+                self._cookie.accepted()
 
     def _refused(self) -> None:
-        """Note why, or connect again where the address may have another secret by now. libzmq does not try again by itself."""
+        """Note why, or connect again if the address may have a new secret. libzmq does not try again by itself."""
         if self._cookie is None:
             self.refusal = f"{self.address} does not know this key: it was revoked, or is another service's"
         elif self._cookie.refused():
@@ -465,7 +478,7 @@ class ClientEnd:
             self._connect_anew()
 
     def _connect_anew(self) -> None:
-        """Connect with what holds now: another routing id, which libzmq would keep, or another secret."""
+        """Connect again, with a new routing id or the new secret."""
         self._sock.disconnect(self.address)
         if self._cookie is None:
             renew_routing_id(self._sock)

@@ -1,6 +1,6 @@
-"""Attention of `c/attention.c` (`engine.cpu.build` has the library) for any instruction set, called through ctypes.
+"""Attention backend of `c/attention.c`, for any instruction set, called through ctypes.
 
-What lies inside K and V of a block is packed for the instruction set (drawn in the C file): only this process can read it.
+The layout of K and V inside a block depends on the instruction set (see the C file), so only this process can read it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
 LANES = 16
-"""block sizes and head dimensions that are multiples are packed in the pool"""
+"""block sizes and head dimensions that are multiples of this are packed in the pool"""
 PLAN_ERRORS = {
     1: "a row has no tokens, or more tokens than context_lens allows",
     2: "a block id in block_table is outside the pool",
     3: "a slot is outside the pool",
     4: "block_table has fewer columns than a row has blocks",
     5: "shared: (first row, rows, blocks) must be in order, inside the batch and apart",
-    6: "shared: rows that are said to share their leading blocks do not have the same ones in block_table",
+    6: "shared: rows with shared leading blocks do not have the same blocks in block_table",
 }
 
 
@@ -50,7 +50,7 @@ class _Step(ctypes.Structure):
 
 
 class NativeStep:
-    """The index arrays of one step where the kernel can read them, for all layers. Immutable."""
+    """Index arrays of one step in the layout of the kernel, for all layers. Immutable."""
 
     def __init__(self, struct: _Step, keep: tuple[object, ...]) -> None:
         self.pointer = ctypes.byref(struct)
@@ -63,7 +63,7 @@ class NativeStep:
 
 
 class LayerCalls(NamedTuple):
-    """Attention of every layer of a step, for a team of threads that runs already (`rollout_attend_within`)."""
+    """Attention calls of all layers of a step, for a running team of threads (`rollout_attend_within`)."""
 
     function: int
     """address"""
@@ -73,16 +73,15 @@ class LayerCalls(NamedTuple):
 
 
 class NativeAttention:
-    """A CPU attention backend (`engine.forward.attention.Backend`).
+    """CPU attention backend (`engine.forward.attention.Backend`).
 
-    The output of a query is bitwise the same alone or in a batch, in decode or in any chunk of a prefill, with its prefix
-    shared or not, with any number of threads, and on any instruction set of the same arithmetic; not across block sizes.
-    """
+    The output of a query has the same bits alone or in a batch, in decode or in any prefill chunk, with a shared prefix or not,
+    with any number of threads, and on any instruction set of the same arithmetic; it differs between block sizes."""
 
     name = "native"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        """threads: None = torch's number at each step. isa: a name of `engine.cpu.isa`, None = the best this CPU has.
+        """threads: None = torch's number at each step. isa: a name of `engine.cpu.isa`, None = the best one of this CPU.
 
         Raises NativeUnavailable (no compiler, compilation failed) and ValueError (unknown isa, threads < 1)."""
         if threads is not None and threads < 1:
@@ -98,7 +97,7 @@ class NativeAttention:
         tuning = Tuning()
         lib.rollout_tune(ctypes.byref(tuning))
         self.pairs = bool(tuning.dot)
-        """bf16 by vdpbf16ps, where that is faster than two FMA; the bits are the same"""
+        """use vdpbf16ps for bf16, if it is faster than two FMAs; the bits are the same"""
         self._parallel, self._barrier = symbols("GOMP_parallel", "GOMP_barrier")
 
     def __str__(self) -> str:
@@ -115,13 +114,17 @@ class NativeAttention:
         q_heads: int,
         shared: np.ndarray | None = None,
     ) -> NativeStep:
-        """Check and keep the arrays of one step.
+        """Check and keep the arrays of one step. Raises ValueError naming the argument that does not fit.
 
-        data [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU · query_starts [R + 1] ·
-        context_lens [R] tokens visible to a row's last query · block_table [R, M] · slots [T] block · block_size + offset ·
-        shared [G, 3] (first row, rows, leading blocks in common), ordered by row; None = read nothing for several rows at
-        once. Below the blocks of `shared`, whatever else its rows have in common is found in block_table, so prefixes nest.
-        Raises ValueError naming what does not fit."""
+        Args:
+            data: [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU.
+            query_starts: [R + 1].
+            context_lens: [R], tokens visible to the last query of a row.
+            block_table: [R, M].
+            slots: [T], block · block_size + offset.
+            shared: [G, 3] (first row, rows, leading blocks that they share), ordered by row; None = read nothing for several
+                rows at once. Beyond these blocks, further shared blocks are found in block_table, so prefixes nest.
+        """
         _check_pool(data, q_heads)
         blocks, layers, _, kv_heads, block_size, dim = data.shape
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
@@ -160,11 +163,16 @@ class NativeAttention:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write key and value [≥ T, kv_heads, D] of the step's T tokens into the pool (None: they are there already), then
-        attend query [≥ T, q_heads, D] to it. All of the pool's dtype, any strides as long as D is contiguous.
+        """Write key and value [≥ T, kv_heads, D] of the step's T tokens into the pool (None: they are in the pool), then attend
+        query [≥ T, q_heads, D] to it. All have the pool's dtype and any strides, with D contiguous.
 
-        window 0 = full, else a query sees its own and the window - 1 positions before it. Returns out [P, q_heads, D] with
-        P = len(query), zero from T on. lse [P, q_heads] fp32, if given, gets the natural log of the sum of exp(scores)."""
+        Args:
+            window: 0 = full, else a query attends to its own and the window - 1 previous positions.
+            lse: [P, q_heads] fp32, receives the natural log of the sum of exp(scores).
+
+        Returns:
+            [P, q_heads, D] with P = len(query), zero from T on.
+        """
         tokens, dtype = step.tokens, step.dtype
         if (
             query.shape[1:] != (step.q_heads, step.shape[1])
@@ -193,7 +201,7 @@ class NativeAttention:
         return out
 
     def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, NativeStep]:
-        """Filled by number of query heads on first use, as layers may differ in it."""
+        """Return an empty cache: a step is built at first use, per number of query heads, since layers may differ."""
         return {}
 
     def attend(
@@ -207,7 +215,7 @@ class NativeAttention:
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        """The seam's contract. Sharing is off where the batch says nothing of it (`batch.shared` is empty)."""
+        """Implement `Backend.attend`. Reads prefixes once only if `batch.shared` names them."""
         return self.run(self._step_of(batch, kv, query.shape[1]), layer, query, key, value, scaling, window)
 
     def layer_calls(
@@ -220,9 +228,9 @@ class NativeAttention:
         batch: Batch,
         kv: PagedKV,
     ) -> LayerCalls:
-        """What `attend` does, for all layers, whose (scaling, window) are `asked`. query and out [T, q_heads, D], key and value
-        [T, kv_heads, D], of the pool's dtype and contiguous, are filled and read anew by each layer; they, the batch and the
-        pool must outlive the calls, which serve once."""
+        """Prepare `attend` for all layers, with (scaling, window) of each in `asked`. query and out [T, q_heads, D], key and
+        value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer. They, the batch and the
+        pool must outlive the calls, which run once."""
         step = self._step_of(batch, kv, query.shape[1])
         assert len(asked) == step.layers and query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
         assert key.shape == value.shape == (step.tokens, *step.shape)
@@ -244,7 +252,7 @@ class NativeAttention:
 
 
 def _check_pool(data: torch.Tensor, q_heads: int) -> None:
-    """Raise ValueError for a pool, or for heads over it, that the kernel does not serve."""
+    """Raise ValueError if the kernel does not support the pool, or query heads over it."""
     _, _, two, kv_heads, block_size, dim = data.shape
     if data.dtype not in (torch.bfloat16, torch.float32) or data.device.type != "cpu" or not data.is_contiguous() or two != 2:
         raise ValueError(f"KV pool: need contiguous bf16 or fp32 [N, L, 2, H, B, D] on the CPU, got {data.dtype} {data.shape}")
@@ -256,11 +264,11 @@ def _check_pool(data: torch.Tensor, q_heads: int) -> None:
 
 
 def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | None) -> list[int | None]:
-    """Address and strides of the step's key and of its value, as the kernel takes them. Raises ValueError."""
+    """Return address and strides of the step's key and value, as kernel arguments. Raises ValueError."""
     if key is None and value is None:
         return [None, 0, 0, None, 0, 0]
     if key is None or value is None:
-        raise ValueError("key and value: give both, or neither where they are in the pool already")
+        raise ValueError("key and value: pass both, or neither if they are in the pool already")
     for x in (key, value):
         if x.shape[1:] != step.shape or x.dtype != step.dtype or x.stride(2) != 1 or len(x) < step.tokens:
             raise ValueError(

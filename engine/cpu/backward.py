@@ -1,9 +1,9 @@
-"""Products of a backward pass: torch's, in bf16 where it multiplies bf16 fast on this CPU, else in fp32 on numbers widened a
-piece at a time.
+"""Products of a backward pass on the CPU: torch's, in bf16 if this CPU multiplies bf16 fast, else in fp32 on pieces converted
+to fp32.
 
-A log-prob does not depend on them, so their bits are nobody's promise and the fast way is free to choose. Without bf16
-instructions torch is 4 (AVX-512) to 170 times (AVX2, grad · w of an output layer) slower in bf16 than in fp32. Both ways add up
-in fp32 and round to bf16 once.
+No log-prob depends on them, so their bits are not promised and the faster way may be chosen. Without bf16 instructions, torch
+is 4 times (AVX-512) to 170 times (AVX2, grad · w of an output layer) slower in bf16 than in fp32. Both ways sum in fp32 and
+round to bf16 once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import torch
 from engine.cpu.isa import cpu_flags
 
 PIECE = 2048
-"""rows and columns that are widened at once: 16 MB of fp32 for 2,048 inputs, whatever the size of the vocabulary"""
+"""rows and columns converted at a time: 16 MB of fp32 for 2,048 inputs, for any vocabulary"""
 WORTH = 0.8
-"""share of fp32's time below which bf16 is taken. Measured, oneDNN limited by hand: AMX 0.27, AVX-512 with vdpbf16ps at half
-rate (an Intel Xeon) 1.8, AVX-512 without 5; by its peaks Zen 4 has 0.5. Noise does not change that choice from run to run."""
+"""bf16 is used if it takes less than this fraction of fp32's time. Measured, with oneDNN limited by hand: AMX 0.27, AVX-512
+with vdpbf16ps at half rate (an Intel Xeon) 1.8, AVX-512 without it 5; by its peak rates Zen 4 has 0.5. Noise does not change
+the choice from run to run."""
 ROUNDS = 5
 
 
 @cache
 def fast_in_bf16() -> bool:
-    """Tell whether torch multiplies bf16 faster than fp32 on this CPU. On x86 no CPU without AVX-512 does, nor a torch that was
-    told to run without it (ATEN_CPU_CAPABILITY). Others are measured, once a process and in some milliseconds: what torch makes
-    of an instruction set depends on its version and on ONEDNN_MAX_CPU_ISA, and no flag of the CPU says that."""
+    """Return whether torch multiplies bf16 faster than fp32 on this CPU. No x86 CPU without AVX-512 does, nor a torch that is
+    restricted to less (ATEN_CPU_CAPABILITY). Others are measured once per process, in a few milliseconds: torch's use of an
+    instruction set depends on its version and on ONEDNN_MAX_CPU_ISA, which no CPU flag shows."""
     if cpu_flags() and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +40,7 @@ def fast_in_bf16() -> bool:
 
 @torch.no_grad()
 def _seconds(factors: list[torch.Tensor]) -> float:
-    """Time the two products of a backward, least of ROUNDS: grad [T, N], weight [N, K]."""
+    """Time the two products of a backward, the minimum of ROUNDS: grad [T, N], weight [N, K]."""
     grad, weight = factors
     works: tuple[Callable[[], torch.Tensor], ...] = (lambda: grad @ weight, lambda: grad.T @ grad)
     seconds = 0.0
@@ -55,14 +56,14 @@ def _seconds(factors: list[torch.Tensor]) -> float:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] · b [K, N] → [M, N], of one dtype, on the CPU, without a gradient of its own."""
+    """Return a [M, K] · b [K, N] → [M, N], of one dtype, on the CPU, without autograd."""
     if a.dtype != torch.bfloat16 or fast_in_bf16():
         return a @ b
     return widened(a, b)
 
 
 def widened(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] · b [K, N] → [M, N] in their dtype, computed in fp32, PIECE rows and PIECE terms of a sum at a time."""
+    """Return a [M, K] · b [K, N] → [M, N] in their dtype, computed in fp32, PIECE rows and PIECE terms of a sum at a time."""
     out = a.new_empty(a.shape[0], b.shape[1])
     for rows, into in zip(a.split(PIECE), out.split(PIECE), strict=True):
         total = torch.zeros(into.shape)

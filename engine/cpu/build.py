@@ -1,9 +1,9 @@
-"""The C files of the engine as shared libraries, one for each instruction set, loaded through ctypes. No torch in here.
+"""Builds the C files as one shared library per instruction set and loads them with ctypes. Imports no torch.
 
-An installed wheel brings them compiled, in `lib/`; their names hash the sources and flags, so a library of other sources is
-never taken. Where there is none (a source tree, an editable installation, another architecture) the system's compiler makes one
-on first use and keeps it in `$ROLLOUT_CACHE/native` (default `~/.cache/rollout/native`), under a name that hashes the compiler
-and the machine too. The files include no headers of torch, so each library takes some seconds.
+A wheel contains the compiled libraries in `lib/`. Their names hash the sources and flags, so a library of other sources is
+never used. If there is none (a source tree, an editable installation, another architecture), the system's compiler builds one
+at first use and stores it in `$ROLLOUT_CACHE/native` (default `~/.cache/rollout/native`); this name also hashes the compiler
+and the machine. The files include no torch headers, so a build takes a few seconds.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from engine.paths import cache_dir
 
 SOURCES = Path(__file__).with_name("c")
 SHIPPED = Path(__file__).with_name("lib")
-"""of a wheel"""
+"""in a wheel"""
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-psabi", "-fPIC", "-shared"]
 COMPILE_TIMEOUT_S = 300
 
 
 class NativeUnavailable(RuntimeError):
-    """There is no native code on this machine; the message says why. Plain torch does the same work."""
+    """Native code is not available on this machine; the message says why. Plain torch does the same work."""
 
 
 class LayoutMismatch(RuntimeError):
-    """A struct of a library is not laid out as Python's copy of it."""
+    """A struct has another layout in a library than in Python."""
 
 
 def build(isa: str, folder: Path = SOURCES) -> Path:
-    """The library of the C files of `folder` for `isa`: as shipped, else compiled unless that was done before.
+    """Return the library of the C files of `folder` for `isa`: the one in the wheel, or a cached one, or a new build.
 
-    Raises ValueError for an unknown isa, NativeUnavailable with the compiler's words otherwise."""
+    Raises ValueError for an unknown isa, NativeUnavailable with the compiler's output if it cannot be built."""
     missing = lacking(isa)
     if missing:
         raise NativeUnavailable(f"this CPU has no {', '.join(missing)}, which {isa} needs")
@@ -55,40 +55,36 @@ def build(isa: str, folder: Path = SOURCES) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NativeUnavailable(
-            f"cannot write to {cache} ({error}): set ROLLOUT_CACHE to a folder that can be written"
-        ) from error
+        raise NativeUnavailable(f"cannot write to {cache} ({error}): set ROLLOUT_CACHE to a writable folder") from error
     compile_library(isa, compiler, target, folder)
     return target
 
 
 def find_compiler() -> str:
-    """Path of $CC, cc, gcc or clang, whichever is there first. Raises NativeUnavailable if none is."""
+    """Return the path of the first of $CC, cc, gcc and clang that exists. Raises NativeUnavailable."""
     named = filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"])
     compiler = next(filter(None, map(shutil.which, named)), None)
     if compiler is None:
-        raise NativeUnavailable("no C compiler: install a wheel of rollout, or gcc or clang, or set CC")
+        raise NativeUnavailable("no C compiler found: install a wheel of rollout, or gcc or clang, or set CC")
     return compiler
 
 
 def library_name(isa: str, folder: Path = SOURCES, *more: str) -> str:
-    """File name of a library: hashes the sources, the flags and `more`."""
+    """Return the file name of a library, which hashes the sources, the flags and `more`."""
     sources = b"\0".join(source.name.encode() + b"\0" + source.read_bytes() for source in _sources(folder))
     key = hashlib.sha256(sources + "\0".join([*FLAGS, *isa_of(isa).flags, *more]).encode()).hexdigest()[:16]
     return f"kernels-{isa}-{key}.so"
 
 
 def compile_library(isa: str, compiler: str, target: Path, folder: Path = SOURCES) -> None:
-    """Compile the C files of `folder` to `target`, which appears whole or not at all. Raises NativeUnavailable."""
+    """Compile the C files of `folder` to `target` atomically. Raises NativeUnavailable."""
     sources = [str(source) for source in _sources(folder) if source.suffix == ".c"]
     command = [compiler, *FLAGS, *isa_of(isa).flags, *sources]
     try:
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
     except OSError as error:
-        raise NativeUnavailable(
-            f"cannot write to {target.parent} ({error}): set ROLLOUT_CACHE to a folder that can be written"
-        ) from error
+        raise NativeUnavailable(f"cannot write to {target.parent} ({error}): set ROLLOUT_CACHE to a writable folder") from error
     try:
         done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         if done.returncode:
@@ -102,11 +98,11 @@ def compile_library(isa: str, compiler: str, target: Path, folder: Path = SOURCE
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Raises NativeUnavailable if the library cannot be loaded."""
+    """Load a library. Raises NativeUnavailable."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeUnavailable(f"cannot load {path}: {error}; delete it to have it built again") from error
+        raise NativeUnavailable(f"cannot load {path}: {error}; delete it, and it is built again") from error
 
 
 class _Field(ctypes.Structure):
@@ -116,9 +112,9 @@ class _Field(ctypes.Structure):
 
 
 def check_layout(library: ctypes.CDLL, table: str, **mirrors: type[ctypes.Structure]) -> None:
-    """Compare each struct of the library's `table` (c/layout.h) with Python's copy of it, given by its name in C.
+    """Compare each struct in the library's `table` (c/layout.h) with its Python counterpart, given by its C name.
 
-    Raises LayoutMismatch naming the first field that lies elsewhere, or the struct that only one of the two has."""
+    Raises LayoutMismatch naming the first field that differs, or the struct that only one side has."""
     rows = ctypes.cast(getattr(library, table), ctypes.POINTER(_Field))
     theirs: dict[str, dict[str, int]] = {}
     at = 0
@@ -133,7 +129,7 @@ def check_layout(library: ctypes.CDLL, table: str, **mirrors: type[ctypes.Struct
         differing = sorted(ours.get(name, {}).items() ^ theirs.get(name, {}).items())
         if differing:
             raise LayoutMismatch(
-                f"{library._name}: {name} ({differing[0][0]}) differs between C and Python, which are of different versions: "
+                f"{library._name}: {name} ({differing[0][0]}) differs between C and Python, so their versions differ: "
                 "install rollout again"
             )
 

@@ -1,10 +1,10 @@
-"""A decoder of Llama's kind (Qwen 2 and 3, Mistral, …) in one parallel region, native attention included, in place of the fifty
-small kernels and as many barriers that eager torch makes of a layer. In bf16 and fp32, by the products of any instruction set.
+"""Runs all layers of a Llama-like decoder (Qwen 2 and 3, Mistral, …), including native attention, in one parallel region. Eager
+torch takes about fifty small kernels and as many barriers per layer. bf16 and fp32, with the products of any instruction set.
 
-The transformers model with our products is the reference (`engine.cpu.select_path`). `NativeDecoder` reads its parameters
-where they lie, so a refresh in place is seen. Before it is used, its logits are compared with the module's and must be equal
-in every bit. So a trainer's module with our products and attention has the engine's log-probs exactly. Layers compiled by
-inductor do not offer that: they keep fp32 where eager torch rounds, and reduce in another order.
+The reference is the transformers module with our products (`engine.cpu.select_path`). `NativeDecoder` reads the module's
+parameters in place, so it sees an in-place refresh. Before it is used, its logits must equal the module's in every bit. So a
+trainer's module with our products and attention has exactly the engine's log-probs. Layers compiled by inductor do not have
+this property: they keep fp32 where eager torch rounds, and reduce in another order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class NotNative(Exception):
-    """This model runs through transformers; the message says what stands in the way."""
+    """This model cannot use the native decoder; the message says why."""
 
 
 class _Layer(ctypes.Structure):
@@ -62,7 +62,7 @@ class _Forward(ctypes.Structure):
 
 
 class NativeDecoder:
-    """`asked`: what each layer asks of its attention (scaling and window), by layer. Raises NotNative."""
+    """Llama-like decoder in C. asked: attention arguments of each layer (scaling and window). Raises NotNative."""
 
     def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Kernels) -> None:
         self.kernels = kernels
@@ -70,7 +70,7 @@ class NativeDecoder:
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
         self.hidden, self.inner, self.head_dim, self.heads = look_at_module(module)
         for what, size in (("head_dim", self.head_dim), ("hidden_size", self.hidden)):
-            _need(size % 32 == 0, f"{what} {size}, no multiple of 32")
+            _need(size % 32 == 0, f"{what} {size} is not a multiple of 32")
         dtypes = {parameter.dtype for parameter in module.parameters()}
         _need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
         self.inputs = {self.hidden, self.inner, self.heads[0] * self.head_dim}
@@ -80,13 +80,13 @@ class NativeDecoder:
         self._structs: Any = None
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocabulary] logits of the tokens `batch.logits_at`."""
+        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
         n, dim, library = batch.num_tokens, self.head_dim, self.kernels.library
         team = ctypes.byref(self.kernels.team())
         layers = self._layers()
         x = self.body.embed_tokens(batch.input_ids[0, :n])
         cos, sin = (each[0].contiguous() for each in self.body.rotary_emb(x, batch.position_ids[:, :n]))
-        _need(cos.shape == sin.shape == (n, dim) and cos.dtype == x.dtype, "rotary embeddings of another kind")
+        _need(cos.shape == sin.shape == (n, dim) and cos.dtype == x.dtype, "unsupported rotary embeddings")
         q_heads, kv_heads = self.heads
         q, k, v = (x.new_empty(n, heads, dim) for heads in (q_heads, kv_heads, kv_heads))
         normed, inner = torch.empty_like(x), x.new_empty(n, self.inner)
@@ -110,10 +110,10 @@ class NativeDecoder:
         return self._logits(x[batch.logits_at[: batch.num_logits]], team)
 
     def weights_moved(self) -> None:
-        """Do nothing: each forward looks where the parameters lie."""
+        """Do nothing: each forward reads the addresses of the parameters."""
 
     def _layer_by_layer(self, between: _Between, layers: Any, team: Any, attend: Callable[[int], torch.Tensor]) -> None:
-        """With an attention that is called from Python."""
+        """Run the layers with an attention backend that is called from Python."""
         run, size = self.kernels.library.rollout_between, ctypes.sizeof(_Layer)
         for i in range(len(layers)):
             between.next = ctypes.addressof(layers) + i * size
@@ -138,7 +138,7 @@ class NativeDecoder:
         return logits
 
     def _layers(self) -> Any:
-        """[layers] structs, made again if a parameter moved."""
+        """Return [layers] structs, rebuilt if a parameter moved."""
         addresses = [parameter.data_ptr() for parameter in self.parameters]
         if addresses != self.addresses:
             self._structs = (_Layer * len(self.body.layers))(*map(self._layer, self.body.layers))
@@ -157,7 +157,7 @@ class NativeDecoder:
 
 
 class EchoAttention:
-    """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
+    """Replaces attention in comparisons: its result depends on every bit of q, k and v."""
 
     name = "echo"
 
@@ -173,25 +173,24 @@ def _need(ok: bool, what: str) -> None:
 
 
 class DecoderSizes(NamedTuple):
-    """Of a decoder of Llama's kind."""
+    """Sizes of a Llama-like decoder."""
 
     hidden: int
     inner: int
-    """outputs of gate and up"""
+    """outputs of gate and up projection"""
     head_dim: int
     heads: tuple[int, int]
-    """of queries, of keys and values"""
+    """query heads, KV heads"""
 
 
 def look_at_module(module: Any) -> DecoderSizes:
-    """Is this a decoder of the layers that we compute, as far as one can see? All layers must have the same sizes. Raises
-    NotNative."""
+    """Check that a module looks like a decoder that we compute, with the same sizes in all layers. Raises NotNative."""
     body, lm_head = module.base_model, module.get_output_embeddings()
-    _need({name for name, _ in body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
-    _need(type(body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
+    _need({name for name, _ in body.named_children()} == BODY, f"the model has other modules than {sorted(BODY)}")
+    _need(type(body.embed_tokens) is nn.Embedding, "unsupported class of the embedding")
     first = body.layers[0]
-    _need({name for name, _ in first.named_children()} == LAYER, "a decoder layer of another kind")
-    _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "projections of another kind")
+    _need({name for name, _ in first.named_children()} == LAYER, "unsupported decoder layer")
+    _need(hasattr(first.self_attn, "q_proj") and hasattr(first.mlp, "gate_proj"), "unsupported projections")
     dim, q, kv = first.self_attn.head_dim, first.self_attn.q_proj.out_features, first.self_attn.k_proj.out_features
     hidden, inner = first.input_layernorm.weight.numel(), first.mlp.gate_proj.out_features
     for layer in body.layers:
@@ -204,13 +203,13 @@ def look_at_module(module: Any) -> DecoderSizes:
 
 
 def _look_at(layer: Any, hidden: int, inner: int, q: int, kv: int, dim: int) -> None:
-    _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
+    _need({name for name, _ in layer.named_children()} == LAYER, "unsupported decoder layer")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
-    _need(names <= ATTENTION and ATTENTION - names in (set(), HEAD_NORMS), "an attention layer of another kind")
-    _need({name for name, _ in mlp.named_children()} == MLP, "an MLP of another kind")
+    _need(names <= ATTENTION and ATTENTION - names in (set(), HEAD_NORMS), "unsupported attention layer")
+    _need({name for name, _ in mlp.named_children()} == MLP, "unsupported MLP")
     act = type(mlp.act_fn).__name__
-    _need(act in ("SiLU", "SiLUActivation"), f"the activation {act}")
+    _need(act in ("SiLU", "SiLUActivation"), f"unsupported activation {act}")
     for linear, inputs, outputs in (
         (attention.q_proj, hidden, q), (attention.k_proj, hidden, kv), (attention.v_proj, hidden, kv),
         (attention.o_proj, q, hidden), (mlp.gate_proj, hidden, inner), (mlp.up_proj, hidden, inner),
@@ -224,11 +223,13 @@ def _look_at(layer: Any, hidden: int, inner: int, q: int, kv: int, dim: int) -> 
 
 
 def _look_at_linear(linear: Any, inputs: int, outputs: int) -> None:
-    _need(type(linear) is nn.Linear, f"a {type(linear).__name__} in place of a linear layer")
-    _need(tuple(linear.weight.shape) == (outputs, inputs), f"a product of {tuple(linear.weight.shape)} among others")
+    _need(type(linear) is nn.Linear, f"a {type(linear).__name__} instead of an nn.Linear")
+    _need(
+        tuple(linear.weight.shape) == (outputs, inputs), f"layers with different products, one of {tuple(linear.weight.shape)}"
+    )
 
 
 def _look_at_norm(norm: Any, size: int) -> None:
     names = [name for name, _ in norm.named_parameters()]
-    _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")
+    _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "unsupported norm")
     _need(norm.weight.shape == (size,), f"a norm of {tuple(norm.weight.shape)}")

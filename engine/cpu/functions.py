@@ -1,15 +1,15 @@
-"""Element-wise functions whose numbers do not depend on where they stand in a tensor, in the forward of a torch module.
+"""Element-wise functions whose results do not depend on an element's position in its tensor, for the forward of a torch module.
 
-torch computes such a function a vector at a time, and what is left at the end of a tensor, of a row that lies apart or of a
-thread's share by scalar code, whose exp, tanh and roots have other bits. So the numbers of a token would depend on how many
-tokens stand beside it, unless each row is a multiple of the vectors. Here the numbers lie one behind the other, with ones after
-them up to a length at which nothing is left over, in any thread; where they already do, torch is called as it was:
+torch computes such a function in vectors; the rest at the end of a tensor, of a row that is not contiguous, or of a thread's
+share goes through scalar code, whose exp, tanh and roots give other bits. So a token's numbers would depend on the number of
+tokens in the step, unless each row is a multiple of the vector length. Here the elements are made contiguous and padded with
+ones to a length without a rest, in every thread; if that is the case already, torch is called unchanged:
 
-    callers(module)                 the modules whose own code calls a function of `FUNCTIONS`, found in a forward
-    use_whole_vectors(modules)      they compute these functions so from now on
-    plain_functions(module)         and back
+    callers(module)                 finds the modules whose own code calls a function of `FUNCTIONS` in a forward
+    use_whole_vectors(modules)      makes them compute these functions in whole vectors
+    plain_functions(module)         undoes it
 
-The functions stay torch's, and so does their backward.
+The functions themselves and their backward are torch's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 VECTOR = 64
-"""numbers that torch takes at a time, at most: two vectors of 32 in bf16"""
+"""most elements that torch processes at a time: two vectors of 32 bf16 numbers"""
 GRAIN = 32768
-"""numbers for each thread, where torch takes as many threads as there is work for (at::internal::GRAIN_SIZE)"""
+"""elements per thread, if torch uses as many threads as there is work for (at::internal::GRAIN_SIZE)"""
 SERIAL = 16384
-"""numbers up to which one thread does the work (gelu has the least: more go to all threads)"""
+"""elements up to which one thread does the work (the smallest such limit is gelu's)"""
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], bool]
-"""whether torch's scalar code may have other bits than its vectors, for the arguments of a call"""
+"""whether torch's scalar code may give other bits than its vectors, for the arguments of a call"""
 ALWAYS = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "celu", "cos", "cosh", "digamma", "elu", "erf", "erfc",
     "erfinv", "exp", "exp2", "expit", "expm1", "float_power", "gelu", "hardsigmoid", "hardswish", "lgamma", "log", "log10",
@@ -41,7 +41,7 @@ ALWAYS = (
 
 
 def _functions(rule: Rule, *names: str) -> dict[Callable[..., Any], Rule]:
-    """Everything in torch that goes by these names: functions, methods, operators, what works in place."""
+    """Return all functions of torch with these names: functions, methods, operators, in-place versions."""
     places, forms = (torch, torch.Tensor, nn.functional, torch.special), ("{}", "{}_", "__{}__", "__i{}__", "__r{}__")
     found = (getattr(place, form.format(name), None) for place in places for form in forms for name in names)
     return {each: rule for each in found if callable(each)}
@@ -59,7 +59,8 @@ FUNCTIONS = {
     **_functions(lambda args, kwargs: kwargs.get("alpha", 1) != 1, "add", "sub"),
     **_functions(lambda args, kwargs: any(isinstance(x, torch.Tensor) and x.is_complex() for x in args), "mul"),
 }
-"""Sums, products, quotients and single roots are rounded alike everywhere and stay out; those above do in such calls only"""
+"""Sums, products, quotients and single roots are rounded the same way everywhere and are not listed, except for the calls that
+the rules above name"""
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -67,14 +68,14 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 
 def whole(size: int, threads: int) -> int:
-    """Return the least length, of `size` or more, that torch cuts into whole vectors for every thread."""
+    """Return the smallest length ≥ `size` that torch splits into whole vectors for every thread."""
     while left := size % (unit := VECTOR if size <= SERIAL else VECTOR * lcm(threads, min(threads, -(-size // GRAIN)))):
         size += unit - left
     return size
 
 
 def in_whole_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an element-wise function of tensors on the CPU, which may be of different shapes, with the bits of its vectors."""
+    """Call an element-wise function of CPU tensors, which may have different shapes, with the bits of its vector code."""
     given = [each for each in _tensors(args, kwargs) if each.ndim]
     if not given or "out" in kwargs or not all(each.is_cpu for each in given):
         return func(*args, **kwargs)
@@ -93,13 +94,13 @@ def in_whole_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     there = [laid(each) for each in args]
     result = func(*there, **{name: laid(each) for name, each in kwargs.items()})
     made: torch.Tensor = result[:size].view(shape)
-    if there and result is there[0]:  # in place
+    if there and result is there[0]:  # an in-place function
         return args[0].copy_(made)
     return made
 
 
 class WholeVectors(TorchFunctionMode):
-    """While it is on, element-wise functions have the bits of their vectors."""
+    """While active, element-wise functions give the bits of their vector code."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (rule := FUNCTIONS.get(func)) and rule(args, kwargs := kwargs or {}):
@@ -108,8 +109,8 @@ class WholeVectors(TorchFunctionMode):
 
 
 class Callers(TorchFunctionMode):
-    """While it is on, notes in `found` in which module an element-wise function was called; `inside`: modules whose forward
-    runs, the innermost last."""
+    """While active, records in `found` the modules that call an element-wise function. `inside`: modules whose forward is
+    running, innermost last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class Callers(TorchFunctionMode):
 
 @contextmanager
 def callers(module: nn.Module) -> Iterator[Callers]:
-    """Meanwhile note which modules of `module` call element-wise functions in a forward."""
+    """Record the modules inside `module` that call element-wise functions in a forward."""
     noted = Callers()
 
     def enter(each: nn.Module, *_: Any) -> None:
@@ -146,7 +147,7 @@ def callers(module: nn.Module) -> Iterator[Callers]:
 
 @cache
 def _in_whole_vectors(plain: Any) -> type[nn.Module]:
-    """The class of modules whose forward is that of `plain` under `WholeVectors`."""
+    """Return a subclass of `plain` whose forward runs under `WholeVectors`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(plain.forward)
@@ -162,13 +163,13 @@ def _in_whole_vectors(plain: Any) -> type[nn.Module]:
 
 
 def _empty(plain: Any) -> nn.Module:
-    """Make what a copy of a module is filled into: this class has no name that a pickle could find it by."""
+    """Make an empty instance, for copying a module: pickle cannot find this class by name."""
     kind = _in_whole_vectors(plain)
     return kind.__new__(kind)
 
 
 def use_whole_vectors(modules: Iterable[nn.Module]) -> None:
-    """Let what these modules' own code computes element by element have the bits of torch's vectors, in place."""
+    """Make these modules compute element-wise functions with the bits of torch's vector code, in place."""
     for each in modules:
         kind: Any = type(each)
         if "plain_class" not in vars(kind):
@@ -176,7 +177,7 @@ def use_whole_vectors(modules: Iterable[nn.Module]) -> None:
 
 
 def plain_functions(module: nn.Module) -> None:
-    """Undo `use_whole_vectors` in a module and what is inside it."""
+    """Undo `use_whole_vectors` in a module and its submodules."""
     for each in module.modules():
         if plain := vars(type(each)).get("plain_class"):
             each.__class__ = plain

@@ -1,8 +1,8 @@
-"""The C kernels of one instruction set behind Python: draws (`c/sampling.c`), products and what else a decoder does between two
-attentions (`c/layers.c`).
+"""Python interface of the C kernels of one instruction set: sampling (`c/sampling.c`), products and the rest of a decoder
+between two attentions (`c/layers.c`).
 
-`choose` says which instruction set runs and why not a better one. A `Kernels` is a value: whoever computes holds one, and two
-engines of a process may hold different ones.
+`choose` selects the instruction set and says why not a better one. A `Kernels` is a value without global state: two engines in
+a process may use different ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_VOCABULARY = 1 << 20
 
 
 class Team(ctypes.Structure):
-    """`tuning`: address of a `Tuning`."""
+    """Threads for a kernel. `tuning`: address of a `Tuning`."""
 
     _fields_ = [("parallel", c_void_p), ("team", c_void_p), ("threads", c_int64), ("tuning", c_void_p)]
 
@@ -53,12 +53,12 @@ class Linear(ctypes.Structure):
 
 
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Of contiguous tensors, which must outlive it."""
+    """Describe contiguous tensors, which must outlive the struct."""
     return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
 
 
 def _room_for(work: _Draw, top: np.ndarray) -> TopLogprobs:
-    """Tell the kernel how many most probable tokens each draw wants. top: [draws] int64, contiguous, outlives the call."""
+    """Allocate the most probable tokens that each draw returns. top: [draws] int64, contiguous; it must outlive the call."""
     assert top.dtype == np.int64 and top.flags.c_contiguous and len(top) == work.draws and top.min() >= 0
     room = np.full((len(top), int(top.max())), -1, np.int32), np.full((len(top), int(top.max())), -np.inf, np.float32)
     work.top, work.most, work.top_id, work.top_logprob = top.ctypes.data, room[0].shape[1], *(r.ctypes.data for r in room)
@@ -66,9 +66,9 @@ def _room_for(work: _Draw, top: np.ndarray) -> TopLogprobs:
 
 
 class Kernels:
-    """`isa`: a name of `ISAS` or `EMULATED`. `threads`: None = as many as torch has at each call.
+    """The kernels of an instruction set of `ISAS` or `EMULATED`. threads: None = torch's number at each call.
 
-    Raises NativeUnavailable where the CPU lacks the instructions or there is no library and no compiler, ValueError for an
+    Raises NativeUnavailable if the CPU lacks the instructions or there is neither a library nor a compiler, ValueError for an
     unknown isa, LayoutMismatch."""
 
     def __init__(self, isa: str, threads: int | None = None) -> None:
@@ -80,26 +80,27 @@ class Kernels:
         check_layout(self.library, "rollout_layout_products", Linear=Linear, Tuning=Tuning)
         self.library.rollout_packed_bytes.restype = c_int64
         if self.library.rollout_prepare():
-            raise NativeUnavailable(f"the operating system does not let this process use what {isa} needs (arch_prctl)")
+            raise NativeUnavailable(f"the operating system does not allow this process to use {isa} (arch_prctl)")
         self.tuning = Tuning()
         self.library.rollout_tune(ctypes.byref(self.tuning))
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
         self._scratch = np.empty(0, np.float32)
         self.lanes = 16
-        """of the sum in a log-prob"""
+        """lanes of the sum in a log-prob"""
         self.torch_logprobs = self._find_torch_lanes()
-        """log-probs have the bits of this torch's log_softmax on this CPU"""
+        """whether log-probs have the bits of this torch's log_softmax on this CPU"""
 
     def __str__(self) -> str:
-        own = "the bits of torch's log_softmax" if self.torch_logprobs else "no bits of torch's"
+        own = "the bits of torch's log_softmax" if self.torch_logprobs else "other bits than torch's"
         return f"{self.isa} (arithmetic {self.arithmetic}, log-probs with {own})"
 
     def team(self) -> Team:
         return Team(*self._openmp, self.threads or torch.get_num_threads(), ctypes.addressof(self.tuning))
 
     def _find_torch_lanes(self) -> bool:
-        """Torch sums in as many lanes as its vectors have, 16 with AVX-512 and 8 with AVX2 (`ATEN_CPU_CAPABILITY` restricts
-        them). What it does elsewhere is not copied: then sums are in 16 lanes, and `torch_logprobs` is False."""
+        """Find the number of lanes in which torch sums: that of its vectors, 16 with AVX-512 and 8 with AVX2
+        (`ATEN_CPU_CAPABILITY` restricts them). Other orders are not copied: then sums use 16 lanes and `torch_logprobs` is
+        False."""
         logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)) * 4
         want = logits.log_softmax(-1).amax(-1).numpy()
         none = np.zeros(len(logits))
@@ -111,7 +112,7 @@ class Kernels:
         return False
 
     def fits(self, logits: torch.Tensor) -> bool:
-        """Tell whether `draw` takes logits of this dtype and vocabulary."""
+        """Return whether `draw` supports logits of this dtype and vocabulary."""
         return logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
 
     def launch(
@@ -124,7 +125,7 @@ class Kernels:
         cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
-        """Draw as `engine.forward.sampling.DrawKernel` asks; on a CPU the result is there at once."""
+        """Sample as `engine.forward.sampling.DrawKernel` defines; on a CPU the result is available at once."""
         drawn = self.draw(logits, row, temperature, uniform, raw, cuts, top)
         return torch.from_numpy(drawn.tokens), lambda: drawn
 
@@ -138,10 +139,19 @@ class Kernels:
         cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
     ) -> SampledTokens:
-        """D draws by inverse CDF from [S, V] bf16 or fp32 logits: row [D] int64, temperature [D] float32 (0 = greedy), uniform
-        [D] float64. Returns tokens [D] int32, log-probs [D] float32 (those of `log_softmax(logits / temperature)`, to the
-        bit where `torch_logprobs` and V ≥ 16), the same at temperature 1 if `raw`, [D] bool whether all logits of the row were
-        finite, and of each draw the `top` [D] int64 most probable tokens."""
+        """Sample D tokens by inverse CDF from [S, V] bf16 or fp32 logits.
+
+        Args:
+            row: [D] int64.
+            temperature: [D] float32, 0 = greedy.
+            uniform: [D] float64.
+            raw: also return log-probs at temperature 1.
+            top: [D] int64, number of most probable tokens to return.
+
+        Returns:
+            Tokens [D] int32; log-probs [D] float32, those of `log_softmax(logits / temperature)`, to the bit if
+                `torch_logprobs` and V ≥ 16; [D] bool whether all logits of the row were finite.
+        """
         assert logits.ndim == 2 and logits.dtype in (torch.bfloat16, torch.float32) and logits.shape[1] <= MAX_VOCABULARY
         logits, n = logits.contiguous(), len(row)
         row, temperature = np.ascontiguousarray(row, np.int64), np.ascontiguousarray(temperature, np.float32)
@@ -158,11 +168,11 @@ class Kernels:
         arrays = [] if cuts is None else self._cut(work, cuts, team.threads)
         best = None if top is None else _room_for(work, top)
         self.library.rollout_draw(ctypes.byref(team), ctypes.byref(work))
-        del arrays  # they had to be there until now
+        del arrays  # the kernel read them
         return SampledTokens(tokens, logprobs, raws, finite.astype(bool), best)
 
     def _cut(self, work: _Draw, cuts: MaskedTokens, threads: int) -> list[np.ndarray]:
-        """Tell the kernel. Returns the arrays that it reads."""
+        """Pass the truncation to the kernel. Returns the arrays that it reads."""
         counts = np.zeros(work.draws + 1, np.int64)
         for draw, tokens in cuts.forbidden:
             counts[draw + 1] = len(tokens)
@@ -181,9 +191,10 @@ class Kernels:
         return arrays
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, any sizes from 1 on.
+        """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, of any sizes
+        ≥ 1.
 
-        The bits of a row depend on that row, the weight and the bias alone. Raises ValueError for what does not fit."""
+        The bits of a row depend only on that row, the weight and the bias. Raises ValueError if shapes or dtypes do not fit."""
         dtypes = {each.dtype for each in (x, weight, bias) if each is not None}
         if (
             len(dtypes) != 1
@@ -206,8 +217,9 @@ class Kernels:
         return out
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """x · sigmoid(x), bf16 or fp32, on the CPU, of any shape, as the native decoder has it: the bits of a number depend on
-        it alone. Torch computes the last numbers of each thread's share with another exp. Raises ValueError for others."""
+        """Return x · sigmoid(x), bf16 or fp32, on the CPU, of any shape, as in the native decoder: the bits of an element
+        depend on it alone. Torch computes the last elements of each thread's share with another exp. Raises ValueError for
+        other dtypes."""
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"silu of {x.dtype}: need bfloat16 or float32")
         x = x.contiguous()
@@ -219,7 +231,7 @@ class Kernels:
         return out
 
     def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Room for `rows` rows of the widest of `inputs`, as products read them."""
+        """Allocate a buffer for `rows` rows of the widest of `inputs`, in the layout that products read."""
         team, is_bf16 = self.team(), dtype == torch.bfloat16
         sizes = [
             self.library.rollout_packed_bytes(ctypes.byref(team), c_int64(rows), c_int64(n), c_int64(is_bf16)) for n in inputs
@@ -228,30 +240,30 @@ class Kernels:
 
 
 class Chosen(NamedTuple):
-    """What computes on a CPU, and why nothing better does."""
+    """Kernels for a CPU, and why no better ones."""
 
     kernels: Kernels | None
     """None: plain torch does the same work"""
     isa: str
     """a name of `ISAS`, or "torch\""""
     why: str
-    """reasons against each better one; empty where this is the best there is"""
+    """reasons against each better set; empty for the best one"""
 
     def __str__(self) -> str:
         return " - ".join(filter(None, [self.isa if self.kernels is None else str(self.kernels), self.why]))
 
 
 def choose(asked: str = "auto") -> Chosen:
-    """The kernels of `EngineConfig.isa`. "auto" takes the first of `ISAS` that can be had here, and torch where none can.
+    """Return the kernels for `EngineConfig.isa`. "auto" selects the first of `ISAS` that is available, and torch if none is.
 
-    Raises ValueError, with the reason, for one that is asked for by name and cannot be had; LayoutMismatch."""
+    Raises ValueError with the reason if the named one is not available; LayoutMismatch."""
     if asked == "torch":
         return Chosen(None, "torch", "isa=torch was asked for")
     if asked != "auto":
         try:
             return Chosen(Kernels(asked), asked, f"isa={asked} was asked for")
         except NativeUnavailable as error:
-            raise ValueError(f'isa="{asked}": {error}; "auto" takes the best that can be had') from error
+            raise ValueError(f'isa="{asked}": {error}; "auto" selects the best available one') from error
     reasons: list[str] = []
     for isa in ISAS:
         try:

@@ -1,4 +1,4 @@
-"""The OpenMP that torch runs on, for kernels of ours: a second one beside it would fight for the same cores."""
+"""Finds torch's OpenMP library, so that our kernels use it: a second one would compete for the same cores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 def symbols(*names: str) -> tuple[int | None, ...]:
-    """Addresses of functions that torch runs on: a preloaded library's (an OpenMP, say), else of libtorch_cpu and what it is
-    linked with. libgomp, libomp and libiomp5 all offer GOMP's names. All None if one is missing."""
+    """Return the addresses of functions that torch uses: from a preloaded library (for example an OpenMP) or from libtorch_cpu
+    and its dependencies. libgomp, libomp and libiomp5 all export GOMP's names. All None if one is missing."""
     libraries: list[str | None] = [None, *map(str, Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))]
     for library in libraries:
         try:

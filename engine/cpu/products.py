@@ -1,14 +1,15 @@
-"""y = x · wᵀ + b of every nn.Linear, by products whose rows do not depend on those beside them; for engines and trainers.
+"""Products y = x · wᵀ + b of nn.Linear layers, in which a row's result does not depend on the other rows; for engines and
+trainers.
 
-torch's own products choose the order of their sums by the number of rows: below a few rows everywhere, and at any number of
-rows on CPUs with AMX. A product from here gives a row the same bits alone, in a crowd and padded. Which bits that are has a
-name, `arithmetic`: with the same name, weights and tokens there are the same numbers, in the service and in a trainer.
+torch's own products choose the order of their sums by the number of rows: below a few rows on every CPU, and at any number of
+rows on CPUs with AMX. These products give a row the same bits alone, in a batch and padded. `arithmetic` names these bits: with
+the same name, weights and tokens, service and trainer get the same numbers.
 
-    use_products(module, isa)    every nn.Linear computes by these products; parameters, names and state_dict stay as they are
-    plain_products(module)       and back
+    use_products(module, isa)    every nn.Linear uses these products; parameters, names and state_dict stay unchanged
+    plain_products(module)       undoes it
 
-Forward only is ours. The backward is torch's: grad · w, gradᵀ · x (both by `engine.cpu.backward`, which avoids torch's bf16
-where it is slow), and the sum of grad.
+Only the forward is ours. The backward is torch's: grad · w, gradᵀ · x (both by `engine.cpu.backward`, which avoids torch's bf16
+if it is slow), and the sum of grad.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from engine.forward.arithmetic import torch_arithmetic
 
 DTYPES = (torch.bfloat16, torch.float32)
 SILU = ("SiLU", "SiLUActivation")
-"""classes of the activation that the decoders know"""
+"""activation classes that the decoders support"""
 
 
 class Products(Protocol):
@@ -38,42 +39,42 @@ class Products(Protocol):
     arithmetic: str
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
+        """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """x · sigmoid(x), of any shape, in one of `DTYPES`."""
+        """Return x · sigmoid(x), of any shape, in one of `DTYPES`."""
 
 
 class NotServed(ValueError):
-    """This module has products that cannot be exchanged for ours; the message names the first one."""
+    """A product of this module cannot be replaced by ours; the message names the first one."""
 
 
 class Pieces(NamedTuple):
-    """In which numbers of rows a product goes to torch."""
+    """Numbers of rows in which a product is given to torch."""
 
     least: int
     step: int
-    """numbers of rows are padded to a multiple"""
+    """numbers of rows are padded to a multiple of this"""
     most: int
     steady: bool
-    """a row got the same bits in all numbers and places that were tried"""
+    """whether a row had the same bits in all numbers and positions that were tried"""
 
     def padded(self, rows: int) -> int:
         return max(self.least, -(-rows // self.step) * self.step)
 
 
 class TorchProducts:
-    """torch's products, in pieces of rows that are found by trying: all rows at once where torch gives a row the same bits
-    wherever it stands, else padded to whole tiles, else so few at a time that it does."""
+    """torch's products, in pieces of rows found by trial: all rows at once if torch gives a row the same bits at every
+    position, else padded to whole tiles, else as few rows at a time as needed."""
 
     isa, arithmetic = "torch", torch_arithmetic()
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
-    """rows below which torch takes another path on every CPU"""
+    """rows below which torch uses another code path on every CPU"""
     TRIED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 129, 213, 513, 1000)
     STEPS = (1, 16, 64)
     MOST = (1024, 256, 64)
     MOST_WORK = 4e9
-    """floating-point operations of a piece beyond which it needs not be larger"""
+    """floating-point operations beyond which a larger piece brings nothing"""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
@@ -85,7 +86,7 @@ class TorchProducts:
         return torch.cat([_padded_linear(part, weight, bias, pieces.padded(len(part))) for part in x.split(pieces.most)])
 
     def pieces(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Pieces:
-        """Of a product of this shape, with torch's number of threads."""
+        """Return the pieces for a product of this shape, with torch's current number of threads."""
         key = (*weight.shape, bias is None, weight.dtype, torch.get_num_threads())
         if key not in self._pieces:
             self._pieces[key] = self._try(weight, bias)
@@ -114,9 +115,9 @@ class TorchProducts:
 
 
 def sensitive(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, inputs] and a weight of the shape given whose exact product is 0, so that what comes out is the rounding of the
-    sums: another order of them shows in nearly every number, where rounding to bf16 would hide all but one in thousands. The
-    sizes differ widely, or sums of products of bf16 would be exact in fp32, in any order."""
+    """Return x [rows, inputs] and a weight of the given shape whose exact product is 0, so that the result is the rounding
+    error of the sums: another order of summation changes nearly every number, while rounding to bf16 would hide all but one in
+    thousands. The magnitudes differ widely; otherwise sums of bf16 products would be exact in fp32 in any order."""
     outputs, inputs = weight.shape
     generator = torch.Generator().manual_seed(0)
     half = inputs // 2
@@ -143,13 +144,13 @@ class NativeProducts:
 
 @cache
 def products_of(isa: str) -> Products:
-    """The products of an instruction set; torch's for "torch". Raises NativeUnavailable."""
+    """Return the products of an instruction set; torch's for "torch". Raises NativeUnavailable."""
     return TorchProducts() if isa == "torch" else NativeProducts(Kernels(isa))
 
 
 def isas_for(arithmetic: str | None) -> tuple[str, str]:
-    """The instruction sets, of products and of attention, by which this machine computes what `engine.arithmetic` names
-    so; None = the best that it has, as a service here takes it. Raises ValueError, saying what it has, if it cannot."""
+    """Return the instruction sets of products and of attention that compute the arithmetic `engine.arithmetic` on this machine;
+    None = the best one, as a service here uses. Raises ValueError, listing what is available, if it has none."""
     if arithmetic is None:
         best = choose().isa
         return products_of(best).isa, best
@@ -165,24 +166,24 @@ def isas_for(arithmetic: str | None) -> tuple[str, str]:
         if name not in have:
             raise ValueError(
                 f"the service computes with arithmetic {arithmetic!r}, and this machine has {', '.join(reversed(have))}: start "
-                "the service with an isa whose arithmetic both have, or train on a machine like the service's"
+                "the service with an isa whose arithmetic both machines have, or train on a machine like the service's"
             )
     return of_products[first], of_attention[second or first]
 
 
 class ExactLinear(nn.Linear):
-    """An nn.Linear whose class was exchanged by `use_products`."""
+    """An nn.Linear whose class `use_products` replaced."""
 
     isa: str
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for an input of another dtype or device."""
+        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device."""
         if torch.is_autocast_enabled(input.device.type):
-            raise ValueError("autocast computes with other numbers than the weights: call the exact model without it")
+            raise ValueError("autocast would convert the weights to another dtype: call the exact model without it")
         if input.dtype != self.weight.dtype or input.device.type != "cpu":
             raise ValueError(
-                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: need "
+                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: must have "
                 "the weight's dtype, on the CPU"
             )
         out: torch.Tensor = _Product.apply(input, self.weight, self.bias, products_of(self.isa))  # type: ignore[no-untyped-call]
@@ -210,8 +211,8 @@ class _Product(torch.autograd.Function):
 
 
 class ExactSiLU(nn.Module):
-    """An activation whose class was exchanged by `use_products`: torch's own computes the last numbers of each thread's share
-    with another exp, so that they depend on the batch and on the number of threads."""
+    """An activation whose class `use_products` replaced. torch's own SiLU computes the last elements of each thread's share
+    with another exp, so they depend on the batch and on the number of threads."""
 
     isa: str
     plain: type[nn.Module]
@@ -235,19 +236,19 @@ class _Silu(torch.autograd.Function):
 
 
 def use_products(module: nn.Module, isa: str) -> None:
-    """Let every nn.Linear and SiLU of `module` compute by `products_of(isa)` from now on, in place.
+    """Make every nn.Linear and SiLU of `module` compute with `products_of(isa)`, in place.
 
-    Raises NotServed for weights on another device or of another dtype, for layers that are a kind of Linear of their own
-    (quantised ones), and for matrices that belong to neither a Linear nor an embedding (experts, Conv1D);
-    NativeUnavailable. The module is as it was then."""
+    Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
+    matrices that belong neither to a Linear nor to an embedding (experts, Conv1D); NativeUnavailable. The module is unchanged
+    then."""
     products_of(isa)
     linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     for name, each in module.named_modules():
         for parameter, tensor in each.named_parameters(recurse=False):
             if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)):
                 raise NotServed(
-                    f"{name}.{parameter} is a matrix of a {type(each).__name__}, whose product is not an nn.Linear's: its "
-                    "numbers would stay torch's own"
+                    f"{name}.{parameter} is a matrix of a {type(each).__name__}, not of an nn.Linear: its product would stay "
+                    "torch's own"
                 )
     for linear in linears:
         linear.__class__, linear.isa = ExactLinear, isa
@@ -261,7 +262,7 @@ def use_products(module: nn.Module, isa: str) -> None:
 
 
 def plain_products(module: nn.Module) -> None:
-    """Undo `use_products`, and `engine.cpu.functions.use_whole_vectors`."""
+    """Undo `use_products` and `engine.cpu.functions.use_whole_vectors`."""
     modules: list[Any] = list(module.modules())
     for each in modules:
         kind = type(each)
@@ -285,6 +286,6 @@ def _served(name: str, linear: nn.Linear) -> Any:
 
 
 def _padded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """The product of x with its last row repeated until there are `rows`; without what that adds."""
+    """Return the product of x, computed with the last row repeated until there are `rows`."""
     more = torch.cat([x, x[-1:].expand(rows - len(x), -1)]) if rows > len(x) else x
     return nn.functional.linear(more, weight, bias)[: len(x)]

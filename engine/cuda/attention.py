@@ -1,10 +1,10 @@
-"""The attention backend for CUDA: Triton kernels over tiles, index arrays at static addresses.
+"""Attention backend for CUDA: Triton kernels over tiles, with index arrays at static addresses.
 
     arrays   int32   ┌ counts ┬ positions ┬ parts ┬ slots ┬ small tiles ┬ large tiles ┬ block table … ┐
                        2        P           P       P       6 · tiles     6 · tiles     R · M
 
-One pinned array on the host, one on the device, and one copy a step between them. All but the table has room for the largest
-step and lies always at the same place, so a captured CUDA graph reads the arrays of the step that is replayed.
+One pinned array on the host, one on the device, and one copy per step between them. All arrays before the table have room for
+the largest step and fixed addresses, so a captured CUDA graph reads the arrays of the step that it replays.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from engine.kv.fp8 import is_fp8, scales_as
 from engine.kv.pages import PagedKV
 
 PARTS_OF_A_ROW = 32
-"""partial results that there is memory for at least, for each sequence on average; rows beyond are not split (same numbers)"""
+"""partial results per sequence, on average, for which memory is reserved at least; rows beyond that are not split, with the
+same numbers"""
 PARTIAL_SHARE = 128
-"""of the device's memory, one part in so many may hold partial results"""
+"""one part in this many of the device's memory may hold partial results"""
 CONVERTS_FP8 = 89
-"""compute capability, times 10, from which on a device converts e4m3 by itself; older ones shift bits, to the same numbers"""
+"""compute capability, times 10, from which a device converts e4m3 in hardware; on older ones the kernel shifts bits, with the
+same result"""
 EXACT = {"enable_fp_fusion": False}
-"""a product and a sum are rounded each, wherever they stand: merging in `attend` and in `merge` gives the same bits"""
+"""round every product and every sum separately, so that merging in `attend` and in `merge` gives the same bits"""
 LOG2E = math.log2(math.e)
 
 
@@ -40,7 +42,7 @@ class TritonUnavailable(CannotAttend):
 
 
 class Prepared(NamedTuple):
-    """What the attention of a step reads, at static addresses, in the order drawn above; and what it launches."""
+    """Inputs of a step's attention at static addresses, in the order drawn above, and the kernels to launch."""
 
     counts: torch.Tensor
     positions: torch.Tensor
@@ -50,19 +52,23 @@ class Prepared(NamedTuple):
     large: torch.Tensor
     table: torch.Tensor
     launched: tuple[bool, bool, bool] = (True, True, True)
-    """`attend` for small and for large tiles, `merge`; what has nothing to do is left out"""
+    """`attend` for small tiles, for large tiles, `merge`; a kernel without work is not launched"""
 
 
 class TritonAttention:
-    """A CUDA attention backend (`engine.forward.attention.Backend`). A query's numbers do not depend on how its step was cut
-    into tiles, nor on what is shared. Raises TritonUnavailable."""
+    """CUDA attention backend (`engine.forward.attention.Backend`). A query's numbers depend neither on how its step is cut into
+    tiles nor on shared prefixes. Raises TritonUnavailable."""
 
     name = "triton"
     arithmetic = "triton/1"
 
     def __init__(self, device: torch.device, capacity: StepCapacity, programs: int | None = None, kernels: Any = None) -> None:
-        """programs: that run at once, of which each KV head has as many; None = enough for the device. kernels: what stands in
-        for `triton_kernels`."""
+        """Allocate the static arrays.
+
+        Args:
+            programs: programs that run at the same time, the same number for each KV head; None = as many as fill the device.
+            kernels: stands in for `engine.cuda.attention_kernels`, for tests.
+        """
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
         self._kernels = kernels or _import(device)
@@ -70,16 +76,16 @@ class TritonAttention:
         self.capacity = capacity
         limits, processors = _limits(device)
         self._converts = device.type == "cuda" and limits.capability >= CONVERTS_FP8
-        """the device has e4m3"""
+        """whether the device converts e4m3"""
         try:
             self.launches: Launches = choose(capacity.group, capacity.head_dim, capacity.itemsize, limits)
         except ValueError as error:
             raise TritonUnavailable(str(error)) from error
-        """of the small and of the large tiles"""
+        """for small and for large tiles"""
         self.launches_in_fp8 = with_codes(self.launches, capacity.head_dim, limits.capability)
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
-        """programs of either kind that run at once, by KV heads"""
+        """programs that run at the same time per KV head, for small and for large tiles"""
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         self.max_parts = parts_for(memory, capacity)
         tiles = most_tiles(capacity.tokens, capacity.rows, max(self.groups))
@@ -90,9 +96,9 @@ class TritonAttention:
         self._host = torch.zeros(length, dtype=torch.int32, pin_memory=on_device)
         self._arrays = torch.zeros(length, dtype=torch.int32, device=device)
         self.partial = torch.empty((self.max_parts, capacity.q_heads, capacity.head_dim), device=device)
-        """[parts, q_heads, head_dim] fp32: of one chunk each, not yet divided by its sum"""
+        """[parts, q_heads, head_dim] fp32: result of one chunk each, not divided by its sum yet"""
         self.sums = torch.empty((self.max_parts, capacity.q_heads, 2), device=device)
-        """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of a partial result"""
+        """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of each partial result"""
         self._sent: Any = torch.cuda.Event() if on_device else None
 
     def __str__(self) -> str:
@@ -105,9 +111,9 @@ class TritonAttention:
         for share, max_parts in ((len(batch.shared) > 0, self.max_parts), (False, self.max_parts), (False, 0)):
             tiles = self._cut(batch, kv, share, max_parts)
             if max(tiles.small.size, tiles.large.size) <= len(small):
-                break  # else fewer of them, and the same numbers
+                break  # otherwise retry with fewer tiles; the numbers are the same
         if self._sent is not None:
-            self._sent.synchronize()  # the copy that reads what is written here: over when the step in flight has begun
+            self._sent.synchronize()  # wait for the previous copy of these arrays, which ends before the step in flight begins
         counts[:] = len(tiles.small), len(tiles.large)
         lengths = np.diff(batch.query_starts)
         positions[:t] = np.arange(t) + np.repeat(batch.context_lens - batch.query_starts[1:], lengths)
@@ -154,14 +160,14 @@ class TritonAttention:
         return self.attend_stored(layer, query, batch, kv, scaling, window)
 
     def slots_of(self, batch: Batch) -> torch.Tensor:
-        """[P …] int32 on the device: where each token's K and V go; -1 for padding."""
+        """Return [P …] int32 on the device: slots for K and V of each token; -1 for padding."""
         slots: torch.Tensor = batch.attention.slots
         return slots
 
     def attend_stored(
         self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
     ) -> torch.Tensor:
-        """`attend` where the step's K and V are in the pool."""
+        """Do the same as `attend` for a step whose K and V are in the pool."""
         arrays: Prepared = batch.attention
         (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
         assert query.stride(2) == 1
@@ -190,9 +196,9 @@ class TritonAttention:
 
 
 def _import(device: torch.device) -> Any:
-    """The kernels. Raises TritonUnavailable where Triton is missing, or would need a GPU that is not there."""
+    """Import the kernels. Raises TritonUnavailable if Triton is missing or needs a GPU that does not exist."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise TritonUnavailable("Triton runs on the CPU in its interpreter only: set TRITON_INTERPRET=1")
+        raise TritonUnavailable("on the CPU, Triton runs only in its interpreter: set TRITON_INTERPRET=1")
     try:
         from engine.cuda import attention_kernels as triton_kernels
     except ImportError as error:
@@ -201,7 +207,8 @@ def _import(device: torch.device) -> Any:
 
 
 def _limits(device: torch.device) -> tuple[LaunchLimits, int]:
-    """Of a device, and its streaming multiprocessors. The interpreter is given those of an H100, and one."""
+    """Return the limits of a device and its number of streaming multiprocessors. The interpreter uses those of an H100, and
+    one."""
     if device.type == "cpu":
         return KNOWN[90], 1
     of: Any = torch.cuda.get_device_properties(device)
@@ -214,6 +221,6 @@ def _limits(device: torch.device) -> tuple[LaunchLimits, int]:
 
 
 def parts_for(memory: int, capacity: StepCapacity) -> int:
-    """Partial results that there is room for, on a device of so many bytes."""
+    """Return the number of partial results for which a device with this many bytes has room."""
     of_one = 4 * capacity.q_heads * (capacity.head_dim + 2)
     return max(PARTS_OF_A_ROW * capacity.rows, memory // PARTIAL_SHARE // of_one)

@@ -1,17 +1,17 @@
-"""Attention over paged KV in Triton: three kernels, whose work `engine.cuda.tiles` has cut.
+"""Attention over paged KV in Triton: three kernels; `engine.cuda.tiles` divides their work.
 
     store    K and V of a step's tokens into their slots
-    attend   tiles: queries × chunks of a block table; the output, or one partial result for each chunk
+    attend   tiles: queries × chunks of a block table; writes the output, or one partial result per chunk
     merge    partial results of a token, in the order of chunks
 
-Inside a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
-query heads of one KV head side by side, so that each K and V is read once for all of them. With FP8 these are codes, and behind
-them lie the scales of K and of V, two to a word (`engine.kv.fp8`): scores are multiplied by those of K, weights by those of V.
+Layout in a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
+query heads of one KV head together, so that each K and V is read once for all of them. With FP8, these are codes, followed by
+the scales of K and of V, two per word (`engine.kv.fp8`): scores are multiplied by the scales of K, weights by those of V.
 
-`attend` runs as many programs as keep the device busy, and each takes tile after tile with one KV head, in the order of
-`tiles.deal`: the number of tiles is read from memory, so a CUDA graph serves every step of its batch size.
+`attend` runs as many programs as fill the device; each processes tile after tile with one KV head, in the order of
+`tiles.deal`. The number of tiles is read from memory, so one CUDA graph serves every step of its batch size.
 
-Imported only where Triton is there. With TRITON_INTERPRET=1 it runs on the CPU (slowly), which has no products in bf16: WIDEN.
+Import only if Triton is installed. With TRITON_INTERPRET=1 it runs (slowly) on the CPU, which has no bf16 products: WIDEN.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 
 MASKED = tl.constexpr(-1e30)
-"""below every score, and finite: exp2(MASKED - MASKED) is 1, not NaN"""
+"""below every score and finite, so that exp2(MASKED - MASKED) is 1, not NaN"""
 
 
 @triton.jit
 def scale_of(largest):
-    """Bits in bf16 of the scale of numbers whose largest has these 31 bits in fp32, and the factor that divides by it."""
+    """Return the bf16 bits of the scale of numbers whose largest magnitude has these 31 bits in fp32, and the factor 1 /
+    scale."""
     share = largest.to(tl.float32, bitcast=True) * 0.002232142857142857  # 1 / 448
     bits = tl.maximum(share.to(tl.int32, bitcast=True), 0x00800000)  # 2^-126
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -35,8 +36,8 @@ def scale_of(largest):
 
 @triton.jit
 def coded(x, factor):
-    """e4m3 of x · factor, below 464, as uint8; 0 with a factor of 0, that of numbers which are not finite. By the bits, so that
-    it is the same on every device."""
+    """Return e4m3 codes (uint8) of x · factor, below 464; 0 if factor is 0, which marks numbers that are not finite. Computed
+    with integer operations, so that all devices give the same result."""
     scaled = tl.where(factor > 0, x * factor, 0.0)
     bits = scaled.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -47,13 +48,13 @@ def coded(x, factor):
 
 @triton.jit
 def magnitude(x):
-    """Bits of |x| in fp32, which are in the order of the numbers, what is not finite last."""
+    """Return the bits of |x| in fp32; they sort like the numbers, with infinity and NaN last."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def decoded(codes, NATIVE: tl.constexpr):
-    """fp32 of e4m3 codes. NATIVE: by the device's own conversion, of which there is one from compute capability 8.9 on."""
+    """Return fp32 of e4m3 codes. NATIVE: with the hardware conversion of compute capability 8.9 and later."""
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -64,7 +65,7 @@ def decoded(codes, NATIVE: tl.constexpr):
 
 @triton.jit
 def scales_at(block, layer_at, block_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Words of the pool before the scales of a block, which lie behind the codes of K and V: [HEADS, BLOCK]."""
+    """Return the word of the pool where the scales [HEADS, BLOCK] of a block begin, after the codes of K and V."""
     return block.to(tl.int64) * (block_stride // 4) + (layer_at + 2 * HEADS * BLOCK * DIM) // 4
 
 
@@ -73,7 +74,7 @@ def store_scales(
     halves, scales, which, slot, layer_at, block_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Those of a token's K (which = 0) or V (1), [HEADS_PAD]. A slot below zero is padding's."""
+    """Store the scales of a token's K (which = 0) or V (1), [HEADS_PAD]. Slots below zero are padding."""
     head = tl.arange(0, HEADS_PAD)
     word = scales_at(slot // BLOCK, layer_at, block_stride, HEADS, DIM, BLOCK) + head * BLOCK + slot % BLOCK
     tl.store(halves + 2 * word + which, scales, mask=(head < HEADS) & (slot + 0 * head >= 0))
@@ -85,7 +86,7 @@ def store(
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. A slot below zero is padding's. halves: the pool as int16, for scales."""
+    """Runs one program per token. Slots below zero are padding. halves: the pool as int16, for scales."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]
     slot = tl.load(slots + token) + 0 * head
@@ -109,8 +110,8 @@ def store(
 
 @triton.jit
 def row_sum(x, M: tl.constexpr, N: tl.constexpr):
-    """[M] sums over [M, N], by halves: additions of two numbers each, in an order that is written here. `tl.sum` of a whole row
-    adds in the order in which threads hold it, and that depends on M."""
+    """Return [M] sums over [M, N], by halving: additions of two numbers each, in a fixed order. `tl.sum` over a whole row adds
+    in the order of the threads that hold it, which depends on M."""
     if N == 1:
         return tl.reshape(x, (M,))
     else:
@@ -119,8 +120,8 @@ def row_sum(x, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def merged(top, total, acc, m, s, a):
-    """The weighted sum (acc, total) with maximum `top` and one more, (a, s) with maximum m. Nothing (MASKED, 0, 0) on either
-    side leaves the other as it is, to the bit."""
+    """Merge the weighted sum (acc, total) with maximum `top` and another one, (a, s) with maximum m. If one side is empty
+    (MASKED, 0, 0), the other one is unchanged, to the bit."""
     higher = tl.maximum(top, m)
     old, new = tl.exp2(top - higher), tl.exp2(m - higher)
     return higher, total * old + s * new, acc * old[:, None] + a * new[:, None]
@@ -128,7 +129,7 @@ def merged(top, total, acc, m, s, a):
 
 @triton.jit
 def write(partial, sums, place, m, s, a, live, real, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """A partial result of each row: maximum m, sum s of its weights, weighted sum a."""
+    """Write a partial result of each row: maximum m, sum s of its weights, weighted sum a."""
     at = place[:, None] * DIM + tl.arange(0, DIM_PAD)[None]
     tl.store(partial + at, a, mask=live[:, None] & real[None])
     tl.store(sums + place * 2, m, mask=live)
@@ -152,7 +153,7 @@ def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr):
 def met(
     m, s, a, scores, seen, v, v_scale, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum of weights and weighted sum of each row, with N more keys: online softmax. v_scale: of codes."""
+    """Add N keys to the maximum, sum of weights and weighted sum of each row: online softmax. v_scale: scales of fp8 codes."""
     scores = tl.where(seen, scores, MASKED)
     higher = tl.maximum(m, tl.max(scores, 1))
     weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
@@ -165,14 +166,14 @@ def met(
 
 @triton.jit
 def fields(tile, table):
-    """First token, tokens, block table, begin, end and split of a tile, as `tiles.deal` has laid them."""
+    """Return first token, tokens, block table, begin, end and split of a tile, as stored by `tiles.deal`."""
     blocks = table + tl.load(tile + 2)
     return tl.load(tile), tl.load(tile + 1), blocks, tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
 
 
 @triton.jit
 def first_chunk(position, live, last, window, CHUNK: tl.constexpr):
-    """The first chunk that a query of the tile sees."""
+    """Return the first chunk that a query of the tile attends to."""
     oldest = tl.maximum(tl.min(tl.where(live, position, last)) - window + 1, 0)
     return tl.where(window > 0, oldest // CHUNK, 0)
 
@@ -183,7 +184,7 @@ def turned(
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """`met` for the N keys of a turn, read from the pool."""
+    """Call `met` with N keys read from the pool."""
     PER: tl.constexpr = (CHUNK + N - 1) // N
     d = tl.arange(0, DIM_PAD)
     real = d < DIM
@@ -213,8 +214,8 @@ def leave(
     partial, sums, places, since, until, seen_from, whole, m, s, a, live, real, M: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The result of a span as one partial result, if it is whole; zeros for chunks without one of their own, which lie before
-    the window or in the span's."""
+    """Write the result of a span as one partial result if it is complete; write zeros for its chunks without their own partial
+    result: those before the window or included in the span's."""
     for chunk in range(since + whole.to(tl.int32), tl.where(whole, until, tl.minimum(until, seen_from))):
         place = places + chunk * ROWS
         tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
@@ -230,9 +231,9 @@ def attend(
     CHUNK: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Tile after tile, span by span. words: the pool as int32, for scales. scaling: of scores, times log2(e). window: what a
-    query sees, 0 = all. One loop over the keys of a span, so that copies go on across its chunks. A chunk's result is merged
-    into the span's, that into the tile's."""
+    """Process tile after tile, span by span: one loop over the keys of a span, so that copies continue across its chunks.
+    Chunks are merged into spans, spans into the tile. words: the pool as int32, for scales. scaling: of scores, times log2(e).
+    window: 0 = all."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
     row = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
@@ -270,7 +271,7 @@ def attend(
                 leave(partial, sums, places, since, until, seen_from, whole, span_top, span_total, span_acc, live, real,
                       M, HEADS * GROUP, DIM, DIM_PAD)  # fmt: skip
             top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # rows that are not there, or not written here
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # empty rows, and rows that another tile writes
         where = out + token[:, None] * out_token + q_of[:, None] * DIM + d[None]
         tl.store(where, result, mask=both & (split + 0 * row == 0)[:, None])
 
@@ -281,7 +282,7 @@ def merge(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and KV head: the sum of `attend`'s partial results, term by term as a tile would have made it."""
+    """Runs one program per token and KV head: sums the partial results of `attend` in the same order as a tile does."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.load(parts + token)

@@ -1,7 +1,7 @@
-"""xxh3-128 of long data in two kernels: `engine.cuda.digests` says why there are two, and what is done on the host.
+"""xxh3-128 of long data in two kernels; `engine.cuda.digests` explains why two, and what the host computes.
 
-Imported only where Triton is there. Everything is int64: products and sums keep the low 64 bits whatever the sign, and what is
-shifted is masked. Each lane of a stripe adds the words of its neighbour, which come by a second load, from the cache.
+Import only if Triton is installed. Everything is int64: products and sums keep the low 64 bits with any sign, and shifted
+values are masked. Each lane of a stripe adds the words of its neighbour, which a second load reads from the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_blocks(data_words, secret, block_sums, blocks, BLOCKS: tl.constexpr):
-    """block_sums [blocks, 8] int64: what each block of data_words [blocks, 16 stripes, 8] int64 adds to the lanes."""
+    """block_sums [blocks, 8] int64: amount that each block of data_words [blocks, 16 stripes, 8] int64 adds to the lanes."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     stripe, lane = tl.arange(0, 16)[None, :, None], tl.arange(0, 8)[None, None, :]
     there = (block < blocks)[:, None, None]
@@ -32,7 +32,7 @@ def scrambled(lanes, sums, key):
 @triton.jit
 def chain(block_sums, secret, pieces, states, UNROLL: tl.constexpr):
     """states [rows, 8] int64: each piece (first of its sums, blocks, row) adds its sums to its row, block after block, and
-    scrambles the lanes after each. UNROLL loads do not wait for each other; the arithmetic does."""
+    scrambles the lanes after each block. UNROLL loads are issued together; the arithmetic is sequential."""
     piece = pieces + tl.program_id(0) * 3
     first, blocks, row = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     lane = tl.arange(0, 8)

@@ -1,13 +1,13 @@
-"""xxh3-128 of tensors on a GPU, computed there: the digests that xxhash takes of the same bytes on a CPU.
+"""xxh3-128 of tensors on a GPU: the same digests as xxhash computes of the same bytes on a CPU.
 
     data     │ block 0 │ block 1 │ … │ rest │      blocks of 1 KiB = 16 stripes of 8 lanes, 64 bits each
-    sums     │ 8 lanes │ 8 lanes │ … │             `sum_blocks`: of all blocks at once, as fast as memory is read
-    states   ● ──────→ ● ──────→ … ●               `chain`: lanes + sums, scrambled after each block, one after the other
+    sums     │ 8 lanes │ 8 lanes │ … │             `sum_blocks`: all blocks in parallel, at memory bandwidth
+    states   ● ──────→ ● ──────→ … ●               `chain`: lanes + sums, scrambled after each block, sequentially
     host     the rest (at most 1 KiB), the last stripe, the merge of the lanes
 
-The chain of a tensor cannot be cut, but it reads a sixteenth of the bytes, and the chains of all tensors of a batch run beside
-each other. What xxh3 is: its specification, github.com/Cyan4973/xxHash, doc/xxhash_spec.md. Data of at most 240 bytes has
-another form; it comes to the host whole.
+The chain of a tensor is sequential, but it reads a sixteenth of the bytes, and the chains of all tensors of a batch run in
+parallel. Specification of xxh3: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. Data of at most 240 bytes uses another
+algorithm; it is copied to the host.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from engine.cuda.memory import to_device, to_host
 BLOCK = 1024
 STRIPE = 64
 SHORT = 240
-"""bytes up to which xxh3 is another function"""
+"""bytes up to which xxh3 uses another algorithm"""
 TAIL = BLOCK + STRIPE
-"""bytes that the host needs of an end: the rest, and what the last stripe reaches back"""
+"""bytes of the end of the data that the host needs: the rest, and the bytes that the last stripe shares with earlier blocks"""
 BATCH_BYTES = 512 << 20
-"""whose sums are kept at once; they take a sixteenth of that"""
+"""bytes whose sums are stored at the same time; the sums take a sixteenth of that"""
 SLICE_BYTES = 64 << 20
 BLOCKS = 16
-"""of a program"""
+"""per program"""
 UNROLL = 32
 MASK = (1 << 64) - 1
 SECRET = bytes.fromhex(
@@ -43,7 +43,7 @@ SECRET = bytes.fromhex(
     "51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8f"
     "f8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-"""xxh3's own, 192 bytes"""
+"""xxh3's default secret, 192 bytes"""
 PRIMES_32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIMES_64 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 START = np.array([PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIMES_32[0]], np.uint64)
@@ -51,12 +51,13 @@ START = np.array([PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIM
 
 
 class DeviceHashes:
-    """`engine.memory.Hashes`: digests of `rows` pieces of data on `device`, each updated slice by slice on the current stream.
+    """Digests (`engine.memory.Hashes`) of `rows` pieces of data on `device`, each updated slice by slice on the current stream.
 
     Example:
         hashes = DeviceHashes(2, device)
         hashes.update(0, first_half, last=False); hashes.update(0, second_half, last=True); hashes.update(1, other, last=True)
-        digests = hashes.read()()"""
+        digests = hashes.read()()
+    """
 
     def __init__(self, rows: int, device: torch.device, batch_bytes: int = BATCH_BYTES) -> None:
         from engine.cuda import digest_kernels
@@ -67,29 +68,29 @@ class DeviceHashes:
         self._secret = to_device([np.frombuffer(SECRET, np.int64)], device)[0]
         self._states = to_device([np.tile(START, rows).view(np.int64)], device)[0]
         self._tails = torch.zeros((rows, TAIL), dtype=torch.uint8, device=device)
-        """of each row its last bytes, at the end"""
+        """last bytes of each row, right-aligned"""
         self._most = batch_bytes // BLOCK
         self._sums = torch.empty((self._most, 8), dtype=torch.int64, device=device)
         self._pieces: list[tuple[int, int, int]] = []
-        """(first of the sums, blocks, row) that the next chain takes"""
+        """(first sum, blocks, row) for the next chain"""
         self._taken = 0
-        """sums"""
+        """number of sums in use"""
 
     def cuts(self, size: int) -> list[tuple[int, int]]:
-        """Cut `size` bytes into (begin, end) as `update` takes them, of SLICE_BYTES and at most a block more."""
+        """Cut `size` bytes into (begin, end) slices for `update`, of SLICE_BYTES and at most one block more."""
         ends = [0]
         while size - ends[-1] > SLICE_BYTES + BLOCK:
             ends.append(ends[-1] + SLICE_BYTES)
         return list(pairwise([*ends, size]))
 
     def add(self, row: int, data: torch.Tensor) -> None:
-        """Add the whole of a row."""
+        """Add the whole data of a row."""
         for begin, end in self.cuts(len(data)):
             self.update(row, data[begin:end], end == len(data))
 
     def update(self, row: int, data: torch.Tensor, last: bool) -> None:
-        """Add [bytes] uint8 on the device; but for the last of a row they are whole blocks, and a last one that is not the
-        first has a stripe at least. The data may change once the stream has come this far."""
+        """Add [bytes] uint8 on the device to a row. Every slice but the last consists of whole blocks; a last slice that is not
+        the first has at least one stripe. The data may change once the stream has run this."""
         assert last or len(data) % BLOCK == 0
         assert not last or not self._lengths[row] or len(data) >= STRIPE
         self._lengths[row] += len(data)
@@ -102,7 +103,7 @@ class DeviceHashes:
 
     def _sum(self, row: int, data: torch.Tensor, blocks: int) -> None:
         if self._taken + blocks > self._most or any(piece[2] == row for piece in self._pieces[:-1]):
-            self._chain()  # two pieces of a row would not wait for each other
+            self._chain()  # two pieces of a row in one chain would run in parallel
         if data.data_ptr() % 8:
             data = data.clone()
         sums = self._sums[self._taken :]
@@ -122,7 +123,8 @@ class DeviceHashes:
         self._pieces, self._taken = [], 0
 
     def read(self) -> Callable[[], list[str]]:
-        """Start the way of the states to the host. Returns what waits for it and gives the digests (hex) of all rows."""
+        """Start copying the states to the host. Returns a function that waits for them and returns the digests (hex) of all
+        rows."""
         self._chain()
         states, tails = to_host(self._states), to_host(self._tails)
 
@@ -139,7 +141,7 @@ def device_hashes() -> type[DeviceHashes] | None:
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Take the digests of [bytes] uint8 tensors on GPUs, where they lie. Raises ImportError without Triton."""
+    """Return the digests of [bytes] uint8 tensors on GPUs, computed there. Raises ImportError without Triton."""
     found: dict[int, str] = {}
     for device in {each.device for each in tensors}:
         rows = [i for i, each in enumerate(tensors) if each.device == device]
@@ -152,7 +154,7 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def on_device(device: torch.device) -> Any:
-    """Make a CUDA device the current one in a `with`."""
+    """Return a context manager that makes a CUDA device the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.device(device)
 
 
@@ -161,7 +163,8 @@ def _batch(size: int) -> int:
 
 
 def _digest(lanes: np.ndarray, end: np.ndarray, length: int) -> str:
-    """Finish on the host: [8] uint64 lanes after all blocks but the last, [TAIL] uint8 that end with the data's last bytes."""
+    """Finish a digest on the host. lanes: [8] uint64 after all blocks but the last; end: [TAIL] uint8, the last bytes of the
+    data at its end."""
     if length <= SHORT:
         return xxhash.xxh3_128_hexdigest(end[TAIL - length :].data)
     lanes, rest = lanes.copy(), (length - 1) % BLOCK + 1
@@ -175,7 +178,7 @@ def _digest(lanes: np.ndarray, end: np.ndarray, length: int) -> str:
 
 
 def _add(lanes: np.ndarray, stripe: np.ndarray, at: int) -> None:
-    """Add a stripe, [64] uint8, under the secret from byte `at`."""
+    """Add a stripe, [64] uint8, with the secret from byte `at` on."""
     words = np.frombuffer(stripe.tobytes(), np.uint64)
     keyed = words ^ _secret(at, 8)
     lanes += (keyed & np.uint64(0xFFFFFFFF)) * (keyed >> np.uint64(32)) + words.reshape(4, 2)[:, ::-1].ravel()

@@ -1,10 +1,10 @@
-"""Products and norms on CUDA whose numbers do not depend on the batch: the option `exact`, and the same for a trainer's module.
+"""Products and norms on CUDA that do not depend on the batch: the option `exact`, and the same for a trainer's module.
 
-    make_exact(module)    every linear layer and every RMSNorm of a transformers model, in place; gradients are torch's
+    make_exact(module)    replaces every linear layer and RMSNorm of a transformers model, in place; gradients are torch's
 
-Everything else that such a module computes is done number by number, and attention (`engine.devices`) and draws
-(`engine.cuda.sampling`) keep the promise by themselves. So a seeded sample is the same to the bit whatever was batched around
-it. A trainer's forward has the same with `rollout.exact`.
+All other operations of such a module are element-wise, and attention (`engine.devices`) and sampling (`engine.cuda.sampling`)
+do not depend on the batch either. So a seeded sample is the same to the bit in every batch. `rollout.exact` gives a trainer's
+forward the same numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.cuda.launches import power_of_two
 from engine.cuda.norms import agree, candidates
 
 ARITHMETIC = "exact/1"
-"""of products and norms; the version counts with every change of their sums or roundings"""
+"""of products and norms; every change of their sums or roundings increases the version"""
 
 
 class NotExact(ValueError):
@@ -27,7 +27,7 @@ class NotExact(ValueError):
 
 
 class Tile(NamedTuple):
-    """Of a product: the same whatever the number of rows."""
+    """Tile of a product, the same for any number of rows."""
 
     rows: int
     outs: int
@@ -37,28 +37,28 @@ class Tile(NamedTuple):
 
 
 TILES = {2: Tile(64, 128, 64, 8, 3), 4: Tile(32, 32, 32, 4, 2)}
-"""by the bytes of a number; the sums fit into registers, and the copies into 99 KiB"""
+"""by element size in bytes; the sums fit into registers, and the copies into 99 KiB"""
 FUSED = {"enable_fp_fusion": True}
-"""said, not left to the environment: one kernel for everybody"""
+"""set explicitly, so that the environment cannot change the kernel"""
 
 
 def make_exact(module: nn.Module) -> None:
-    """Let the linear layers and RMSNorms of a transformers model run by kernels whose numbers do not depend on the number of
-    rows. Parameters are read at each call, so whatever writes them in place reaches it. Raises NotExact for a model with
-    products of another kind, by name; nothing is changed then."""
+    """Replace the linear layers and RMSNorms of a transformers model by kernels whose results do not depend on the number of
+    rows. They read the parameters at each call, so in-place updates take effect. Raises NotExact naming the layer if the model
+    has other products; the model is unchanged then."""
     linears = [each for each in module.modules() if type(each) is nn.Linear]
     known = {id(parameter) for each in linears for parameter in each.parameters(recurse=False)}
     known |= {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1 and id(parameter) not in known:
-            raise NotExact(f"exact=true: {name} is of no linear layer, and its products would depend on the batch")
+            raise NotExact(f"exact=true: {name} belongs to no linear layer, so its products would depend on the batch")
     norms = list(candidates(module))
     others = {type(each).__name__ for each in module.modules() if "norm" in type(each).__name__.lower()}
     others -= {type(norm).__name__ for norm in norms}
     if others or not all(
         agree(norm, lambda norm, x: exact_norm(x, norm.weight, norm.variance_epsilon)) for norm in _kinds(norms)
     ):
-        raise NotExact(f"exact=true: norms of another kind than RMSNorm: {', '.join(sorted(others)) or 'by their numbers'}")
+        raise NotExact(f"exact=true: norms other than RMSNorm: {', '.join(sorted(others)) or 'their results differ'}")
     for each in linears:
         each.forward = MethodType(_linear, each)  # type: ignore[method-assign]
     for norm in norms:
@@ -74,13 +74,13 @@ def make_plain(module: nn.Module) -> None:
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[…, out] of x […, in] and weight [out, in], as `torch.nn.functional.linear`, in one order of summation."""
+    """Return […, out] of x […, in] and weight [out, in], as `torch.nn.functional.linear`, with a fixed order of summation."""
     made: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return made
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension with transformers' roundings."""
+    """Return the RMSNorm over the last dimension, rounded as in transformers."""
     made: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return made
 
@@ -151,7 +151,7 @@ def _programs(device: torch.device) -> int:
 
 
 def _kinds(norms: list[Any]) -> list[Any]:
-    """One norm of each kind and size."""
+    """Return one norm of each class and size."""
     return list({(type(norm), norm.weight.numel()): norm for norm in norms}.values())
 
 

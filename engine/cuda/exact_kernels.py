@@ -1,9 +1,8 @@
-"""A product whose numbers do not depend on how many rows it has: persistent programs, tiles of one size, and in each the inputs
-summed in one order, from the first to the last. Libraries choose tiles, and whether to split the sum, by the number of rows;
-that the same row comes out otherwise in another batch is the whole reason for this kernel (He et al. 2025, Thinking Machines,
-"Defeating nondeterminism in LLM inference").
+"""A product that does not depend on the number of rows: persistent programs and tiles of one size, each of which sums over the
+inputs in order, from the first to the last. Libraries choose tiles, and whether to split the sum, by the number of rows, so the
+same row has other bits in another batch (He et al. 2025, Thinking Machines, "Defeating nondeterminism in LLM inference").
 
-Imported only where Triton is there. With TRITON_INTERPRET=1 it runs on the CPU, which has no products in bf16: WIDEN.
+Import only if Triton is installed. With TRITON_INTERPRET=1 it runs on the CPU, which has no bf16 products: WIDEN.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ def product(
     x, weight, bias, out, rows, outs, size, x_row, weight_row,
     BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] = x [rows, size] · weight [outs, size]ᵀ + bias [outs], rounded once. Tiles of the same outputs follow
-    each other, so that a weight is read from memory once."""
+    """out [rows, outs] = x [rows, size] · weight [outs, size]ᵀ + bias [outs], rounded once. Tiles of the same outputs are
+    processed one after the other, so that a weight is read from memory once."""
     row_tiles = tl.cdiv(rows, M)
     for tile in range(tl.program_id(0), row_tiles * tl.cdiv(outs, N), tl.num_programs(0)):
         m = (tile % row_tiles * M + tl.arange(0, M)).to(tl.int64)

@@ -1,11 +1,11 @@
-"""Decoder layers of Llama's kind (Qwen 2 and 3, Mistral, …) on CUDA in some ten launches each: four products, attention, and
-the kernels of `engine.cuda.fused_kernels` between them.
+"""Llama-like decoder layers (Qwen 2 and 3, Mistral, …) on CUDA in about ten launches each: four products, attention, and the
+kernels of `engine.cuda.fused_kernels` between them.
 
     normed ─ q|k|v ─ rope_store ─ attend ─ o ─ add_norm ─ gate|up ─ silu_mul ─ down ─ add_norm ─ normed of the next layer
 
-The weights of q, k and v, and those of gate and up, are views of one tensor each, under their own names: a refresh in place
-reaches them, and each is one product. What torch rounds is rounded, sums of norms are in another order, so the logits are the
-module's up to that; at load they are compared, and where they differ by more the module runs.
+The weights of q, k and v, and those of gate and up, are views of one tensor, under their own names: an in-place refresh updates
+them, and each group is one product. Rounding is as in torch, but norms are summed in another order, so the logits differ from
+the module's by rounding. They are compared at load; if they differ by more, the module runs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 SILU_WIDTH = 1024
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""of the largest logit, by which the two ways may differ"""
+"""largest accepted difference, relative to the largest logit"""
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class StoredAttention(Protocol):
-    """What the layers need of `engine.cuda.attention.TritonAttention`: they write K and V by themselves."""
+    """Attention whose K and V the fused layers store themselves (`engine.cuda.attention.TritonAttention`)."""
 
     def slots_of(self, batch: Batch) -> torch.Tensor: ...
 
@@ -50,26 +50,31 @@ class StoredAttention(Protocol):
 
 
 class NotFused(Exception):
-    """This model runs through transformers; the message says what stands in the way."""
+    """The layers of this model cannot be fused; the message says why."""
 
 
 class FusedDecoder:
-    """`asked`: what each layer asks of its attention (scaling and window), by layer. `kernels`: `engine.cuda.fused_kernels`, or
-    what stands in for it. `product`: of rows and a weight [out, in], `torch.nn.functional.linear` or one whose numbers do not
-    depend on the number of rows. Raises NotFused."""
+    """Runs fused layers. Raises NotFused.
+
+    Args:
+        asked: attention arguments of each layer (scaling and window).
+        kernels: `engine.cuda.fused_kernels`, or a stand-in for tests.
+        product: of rows and a weight [out, in]: `torch.nn.functional.linear`, or one that does not depend on the number of
+            rows.
+    """
 
     def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Any, product: Linear = linear) -> None:
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
-        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other parts than {sorted(BODY)}")
-        _need(type(self.body.embed_tokens) is nn.Embedding, "the embedding is of a kind of its own")
-        _need(type(self.lm_head) is nn.Linear, "the head is of a kind of its own")
+        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other modules than {sorted(BODY)}")
+        _need(type(self.body.embed_tokens) is nn.Embedding, "unsupported class of the embedding")
+        _need(type(self.lm_head) is nn.Linear, "unsupported class of the head")
         for layer in self.body.layers:
             _look_at(layer)
         _look_at_norm(self.body.norm)
         first = self.body.layers[0].self_attn
         self.dim = first.head_dim
         self.q_heads, self.kv_heads = (each.out_features // self.dim for each in (first.q_proj, first.k_proj))
-        _need(self.dim % 2 == 0, f"heads of {self.dim} numbers")
+        _need(self.dim % 2 == 0, f"heads of an odd size, {self.dim}")
         self.norms_heads = hasattr(first, "q_norm")
         self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
         self.kernels, self.product = kernels, product
@@ -79,7 +84,7 @@ class FusedDecoder:
         self.stack()
 
     def stack(self) -> None:
-        """Lay weights that are multiplied as one side by side. Called again when they have moved."""
+        """Make weights that are multiplied together adjacent. Called again after they moved."""
         for layer in self.body.layers:
             attention, mlp = layer.self_attn, layer.mlp
             for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
@@ -88,8 +93,8 @@ class FusedDecoder:
                     _stack([each.bias for each in linears])
 
     def check(self, eager: Callable[[Any, Any, Any], torch.Tensor], vocabulary: int) -> None:
-        """Compare with `eager`, the transformers model behind the same signature. Raises NotFused where they differ by more
-        than rounding explains."""
+        """Compare the logits with `eager`, the transformers model with the same signature. Raises NotFused if they differ by
+        more than rounding explains."""
         generator = torch.Generator().manual_seed(0)
         device, dtype = self.body.norm.weight.device, self.body.norm.weight.dtype
         for rows in CHECKED_ROWS:
@@ -102,7 +107,7 @@ class FusedDecoder:
             _need(bool(apart <= TOLERANCE[dtype]), f"logits that differ from transformers' own by {float(apart):.1e}")
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """[S, vocabulary] logits of the tokens `batch.logits_at`."""
+        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
         ids, layers, attention = batch.input_ids[0], self.body.layers, cast(StoredAttention, backend)
         residual = self.body.embed_tokens(ids)
         cos, sin = (each[0].contiguous() for each in self.body.rotary_emb(residual, batch.position_ids))
@@ -120,7 +125,7 @@ class FusedDecoder:
         return self.product(wanted, self.lm_head.weight, self.lm_head.bias)[: batch.num_logits]
 
     def _norm(self, x: torch.Tensor | None, residual: torch.Tensor, norm: Any) -> torch.Tensor:
-        """The norm of residual + x, which the residual becomes; of the residual where x is None."""
+        """Add x to the residual in place and return the norm of it; x None: the norm of the residual."""
         out, (rows, size) = torch.empty_like(residual), residual.shape
         self.kernels.add_norm[(rows,)](
             residual if x is None else x, residual, norm.weight, out, size, norm.variance_epsilon, ADD=x is not None,
@@ -139,7 +144,7 @@ class FusedDecoder:
         kv: PagedKV,
         backend: StoredAttention,
     ) -> torch.Tensor:
-        """[P, q_heads, head_dim] for attention; K and V go into the pool."""
+        """Return [P, q_heads, head_dim] for attention; store K and V in the pool."""
         linears = attention.q_proj, attention.k_proj, attention.v_proj
         qkv = self.product(normed, _stacked([each.weight for each in linears]), _biases(linears))
         query = qkv.new_empty(len(qkv), self.q_heads, self.dim)
@@ -167,14 +172,14 @@ class FusedDecoder:
 
 
 class EchoKV(NamedTuple):
-    """One block, in place of the pool: every layer writes the same."""
+    """One block that replaces the pool: every layer writes to it."""
 
     data: torch.Tensor
     block_size: int
 
 
 class FusedEcho:
-    """Stands in for attention while numbers are compared: every bit of q, k and v shows in what it returns."""
+    """Replaces attention in comparisons: its result depends on every bit of q, k and v."""
 
     name = "echo"
 
@@ -196,7 +201,7 @@ class FusedEcho:
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> None:
-    """Let parameters be views of one tensor, one behind the other along their first dimension, unless they are."""
+    """Make parameters adjacent views of one tensor along their first dimension, unless they are."""
     if _side_by_side(tensors):
         return
     whole = torch.cat([each.data for each in tensors])
@@ -213,12 +218,12 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _biases(linears: Sequence[Any]) -> torch.Tensor | None:
-    """[outputs of all] bias of stacked layers; None where they have none."""
+    """Return [all outputs] biases of stacked layers; None if they have none."""
     return None if linears[0].bias is None else _stacked([each.bias for each in linears])
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The one that parameters are views of; nothing holds on to it beside them."""
+    """Return the tensor of which stacked parameters are views, as a new view."""
     first = tensors[0]
     rows = sum(map(len, tensors))
     return torch.as_strided(first, (rows, *first.shape[1:]), first.stride(), first.storage_offset())
@@ -230,23 +235,23 @@ def _need(ok: bool, what: str) -> None:
 
 
 def _look_at(layer: Any) -> None:
-    """Is this a layer of the kind above, as far as one can see?"""
-    _need({name for name, _ in layer.named_children()} == LAYER, "a decoder layer of another kind")
+    """Check that a layer looks like those that we fuse. Raises NotFused."""
+    _need({name for name, _ in layer.named_children()} == LAYER, "unsupported decoder layer")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
-    _need(names - PROJECTIONS in (set(), HEAD_NORMS) and names >= PROJECTIONS, "an attention layer of another kind")
-    _need({name for name, _ in mlp.named_children()} == MLP, "an MLP of another kind")
+    _need(names - PROJECTIONS in (set(), HEAD_NORMS) and names >= PROJECTIONS, "unsupported attention layer")
+    _need({name for name, _ in mlp.named_children()} == MLP, "unsupported MLP")
     act = type(mlp.act_fn).__name__
-    _need(act in ("SiLU", "SiLUActivation"), f"the activation {act}")
+    _need(act in ("SiLU", "SiLUActivation"), f"unsupported activation {act}")
     linears = [getattr(attention, name) for name in sorted(PROJECTIONS)] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     for each in linears:
-        _need(type(each) is nn.Linear, f"a {type(each).__name__} in place of a linear layer")
+        _need(type(each) is nn.Linear, f"a {type(each).__name__} instead of an nn.Linear")
     biases = {each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}
-    _need(len(biases) == 1, "some of q, k and v with a bias")
+    _need(len(biases) == 1, "a bias in only some of q, k and v")
     for norm in (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, x) for x in names & HEAD_NORMS)):
         _look_at_norm(norm)
 
 
 def _look_at_norm(norm: Any) -> None:
     names = [name for name, _ in norm.named_parameters()]
-    _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "a norm of another kind")
+    _need(names == ["weight"] and hasattr(norm, "variance_epsilon"), "unsupported norm")

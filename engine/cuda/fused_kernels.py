@@ -1,11 +1,11 @@
-"""What a decoder layer of Llama's kind computes between its products, in three kernels instead of some twenty operators.
+"""All operations of a Llama-like decoder layer between its products, in three kernels instead of about twenty operators.
 
-    add_norm     residual += x; the RMSNorm of it             (Zhang and Sennrich 2019)
+    add_norm     residual += x; RMSNorm of the residual       (Zhang and Sennrich 2019)
     rope_store   norms of each head of q and k, rotary positions; q for attention, K and V into their slots of the pool
     silu_mul     silu(gate) · up
 
-Rounded where torch's operators round: a sum, a norm before its weight, each product of a rotation. The sum of a norm is in an
-order of its own, which does not depend on the number of rows.
+Results are rounded where torch's operators round: sums, a norm before its weight, each product of a rotation. The sum of a norm
+has its own order, which does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from engine.cuda.attention_kernels import coded, magnitude, scale_of, store_scal
 
 @triton.jit
 def add_norm(x, residual, weight, out, size, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
-    """One program a row. x, residual, out [P, size]; ADD: the residual becomes residual + x; else x is the residual."""
+    """Runs one program per row. x, residual, out [P, size]; ADD: the residual becomes residual + x; otherwise x is the
+    residual."""
     row = tl.program_id(0).to(tl.int64) * size
     n = tl.arange(0, WIDTH)
     real = n < size
@@ -36,7 +37,7 @@ def add_norm(x, residual, weight, out, size, eps, ADD: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def weight_of(kind, q_weight, k_weight, real):
-    """fp32 weights of the norm of q's heads (kind 0), or of k's."""
+    """Return the fp32 weights of the norm of q's heads (kind 0), or of k's."""
     both = tl.load(q_weight, mask=real, other=0.0), tl.load(k_weight, mask=real, other=0.0)
     return tl.where(kind == 0, both[0], both[1]).to(tl.float32)
 
@@ -47,8 +48,8 @@ def rope_store(
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEADS_PAD: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program a token for its q, one for its K, one for its V. qkv [P, (Q_HEADS + 2 · HEADS) · DIM], cos and sin [P, DIM],
-    query [P, Q_HEADS, DIM]; data: the pool, whose slot of a token is below zero for padding; halves: as `store` has it."""
+    """Runs one program per token for its q, one for its K and one for its V. qkv [P, (Q_HEADS + 2 · HEADS) · DIM], cos and sin
+    [P, DIM], query [P, Q_HEADS, DIM]; data: the pool; slots below zero are padding; halves: as in `store`."""
     token = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)  # 0 q, 1 K, 2 V
     HALF: tl.constexpr = DIM // 2
@@ -75,7 +76,7 @@ def rope_store(
         turned = (low * cos_low).to(dtype).to(tl.float32) + (-high * sin_low).to(dtype).to(tl.float32)
         high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
         low = turned
-    slot = tl.where(kind == 0, -1, tl.load(slots + token))  # q is not kept
+    slot = tl.where(kind == 0, -1, tl.load(slots + token))  # q is not stored
     place = (slot // BLOCK).to(tl.int64) * block_stride + layer_at + (head * BLOCK + slot % BLOCK) * DIM + d
     place += tl.where(kind == 2, HEADS * BLOCK * DIM, 0)
     kept = ok & (slot + 0 * head >= 0)
@@ -95,7 +96,7 @@ def rope_store(
 
 @triton.jit
 def silu_mul(both, out, inner, WIDTH: tl.constexpr):
-    """One program for WIDTH numbers of a row. both [P, 2 · inner]: gate and up; out [P, inner]."""
+    """Runs one program per WIDTH numbers of a row. both [P, 2 · inner]: gate and up; out [P, inner]."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     real = n < inner

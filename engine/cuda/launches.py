@@ -1,7 +1,8 @@
-"""How attention's kernels are launched on a device: rows and keys of a tile, warps, stages, programs. Plain ints, no torch.
+"""Launch parameters of the attention kernels on a device: rows and keys of a tile, warps, stages, programs. Integers only, no
+torch.
 
-A tile's keys are copied into shared memory while those before them are computed with, so the room there decides. The first of
-PREFERRED and KEYS that a device has room for is taken; where there is none, attention is refused when the model is loaded.
+The keys of a tile are copied into shared memory while the previous ones are used, so its size decides. The first entry of
+PREFERRED and KEYS for which a device has room is used; if there is none, attention is rejected when the model is loaded.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PROGRAM_BYTES = 1024
-"""of shared memory that a program takes beside its own"""
+"""shared memory that CUDA reserves per program"""
 REGISTERS_OF_A_THREAD = 256
 
 
 class LaunchLimits(NamedTuple):
-    """Of a device."""
+    """Limits of a device."""
 
     capability: int
     """10 · major + minor"""
     program_bytes: int
-    """of shared memory that one program can have"""
+    """shared memory of one program"""
     processor_bytes: int
-    """of shared memory that a streaming multiprocessor has"""
+    """shared memory of a streaming multiprocessor"""
     registers: int = 65536
-    """of a streaming multiprocessor"""
+    """registers of a streaming multiprocessor"""
 
 
 KNOWN = {
@@ -37,20 +38,20 @@ KNOWN = {
 
 
 class Launch(NamedTuple):
-    """One kind of tiles."""
+    """Launch parameters for one kind of tile."""
 
     rows: int
-    """of a tile: tokens × query heads of one KV head"""
+    """rows of a tile: tokens × query heads of one KV head"""
     keys: int
-    """that a tile meets at once"""
+    """keys that a tile processes at a time"""
     warps: int
     stages: int
-    """of Triton's pipeline: it counts the block table, the addresses and the copies of K and V as one each, so that with fewer
-    than 5 no copy is under way while products run"""
+    """stages of Triton's pipeline: the block table, the addresses and the copies of K and V count as one each, so with fewer
+    than 5 no copy overlaps with the products"""
     shared_bytes: int
-    """at most; what Triton takes is compared with it by a test that compiles"""
+    """upper bound; a test that compiles compares it with Triton's actual use"""
     programs: int
-    """that a streaming multiprocessor holds at once; 0 = it has no room for one"""
+    """programs that a streaming multiprocessor runs at a time; 0 = it has no room for one"""
 
 
 class Launches(NamedTuple):
@@ -59,17 +60,18 @@ class Launches(NamedTuple):
 
 
 def tile_rows(group: int, dim: int, itemsize: int, capability: int) -> tuple[int, int]:
-    """Rows of a small and of a large tile: powers of two that hold at least one token of `group` query heads. Tensor cores take
-    16 rows and more, those of Hopper and of data center Blackwell 64 at once. Wider heads, and products in fp32, which do
-    without tensor cores, leave registers for fewer."""
+    """Return the rows of a small and of a large tile: powers of two that hold at least one token of `group` query heads. Tensor
+    cores need at least 16 rows, those of Hopper and data-center Blackwell 64. Wider heads, and fp32 products, which do not use
+    tensor cores, leave registers for fewer rows."""
     least = 1 << (group - 1).bit_length()
     large = 16 if itemsize == 4 else 64 if capability in (90, 100, 103) and dim <= 128 else 32
     return max(16, least), max(large, least)
 
 
 def choose(group: int, dim: int, itemsize: int, limits: LaunchLimits) -> Launches:
-    """For `group` query heads of a KV head, and heads of `dim` numbers of `itemsize` bytes. Both kinds of tiles meet the same
-    keys at once, so that a query's numbers do not depend on the kind. Raises ValueError where the device has room for none."""
+    """Return the launches for `group` query heads per KV head and heads of `dim` numbers of `itemsize` bytes. Both kinds of
+    tile process the same keys at a time, so that a query's numbers do not depend on the kind. Raises ValueError if the device
+    has too little shared memory."""
     width = power_of_two(max(dim, 16))
     rows = tile_rows(group, width, itemsize, limits.capability)
     for programs, *stages in PREFERRED[itemsize]:
@@ -79,34 +81,35 @@ def choose(group: int, dim: int, itemsize: int, limits: LaunchLimits) -> Launche
                 return Launches(*made)
     least = max(each.shared_bytes for each in made)
     raise ValueError(
-        f"attention with heads of {dim} numbers of {itemsize} bytes, {group} of them to a KV head, takes {least >> 10} KiB of "
-        f"shared memory in a program, and this device (compute capability {limits.capability / 10}) gives it "
-        f"{limits.program_bytes >> 10}"
+        f"attention with heads of {dim} numbers of {itemsize} bytes, {group} per KV head, needs {least >> 10} KiB of shared "
+        f"memory per program, but this device (compute capability {limits.capability / 10}) has {limits.program_bytes >> 10}"
     )
 
 
 def with_codes(launches: Launches, dim: int, capability: int) -> Launches:
-    """Those of the same tiles over KV in fp8: half the keys at once, since a thread holds codes beside numbers. They take less
-    shared memory than `shared_bytes`. Where small tiles of heads of more than 128 numbers would spill still, on Blackwell, they
-    have eight warps, and two programs take turns on a processor."""
+    """Return the launches of the same tiles over KV in fp8: half the keys at a time, since a thread holds codes and numbers.
+    They use less shared memory than `shared_bytes`. On Blackwell, small tiles of heads of more than 128 numbers would still
+    spill, so they have eight warps, and two programs take turns on a processor."""
     small, large = (each._replace(keys=max(16, each.keys // 2)) for each in launches)
     return Launches(small._replace(warps=8) if dim > 128 and capability >= 100 else small, large)
 
 
 KEYS = {2: (64, 32, 16), 4: (32, 16)}
-"""that a tile meets at once, by the bytes of a number"""
+"""keys that a tile processes at a time, by element size in bytes"""
 FEWER = {(89, 4): (16,)}
-"""by compute capability, times 10, and the bytes of a number: fp32 with 32 keys spills 520 bytes of a thread on sm_89 alone"""
+"""by compute capability, times 10, and element size: fp32 with 32 keys spills 520 bytes per thread on sm_89 only"""
 PREFERRED = {2: ((2, 5, 5), (1, 5, 5), (1, 5, 4), (1, 4, 4)), 4: ((2, 4, 4), (1, 4, 4))}
-"""(programs of small tiles at once, stages of small and of large tiles), the best first, by the bytes of a number. In fp32 the
-numbers of a step fill the registers: with more keys, or copies under way, thousands of bytes of a thread spill"""
+"""(programs of small tiles at a time, stages of small and of large tiles), best first, by element size in bytes. In fp32 the
+numbers of a step fill the registers: with more keys, or copies in flight, thousands of bytes per thread spill"""
 
 
 def _launch(rows: int, keys: int, stages: int, width: int, itemsize: int, limits: LaunchLimits) -> Launch:
     warps = 4 if rows == 16 else 8
-    asynchronous = limits.capability == 90 and rows >= 64 and itemsize == 2  # products of Hopper, which hold one copy longer
+    asynchronous = (
+        limits.capability == 90 and rows >= 64 and itemsize == 2
+    )  # Hopper's asynchronous products keep one copy longer
     copies = max(1, stages - 3 + asynchronous) * 2 * keys * width * itemsize
-    needed = copies + rows * width * (itemsize + 4) + 1024  # the queries, and results that change hands between threads
+    needed = copies + rows * width * (itemsize + 4) + 1024  # queries, and results exchanged between threads
     by_registers = limits.registers // (REGISTERS_OF_A_THREAD * 32 * warps)
     by_memory = limits.processor_bytes // (needed + PROGRAM_BYTES) if needed <= limits.program_bytes else 0
     return Launch(rows, keys, warps, stages, needed, min(by_registers, by_memory))

@@ -1,5 +1,5 @@
-"""Memory of a CUDA device, and a step's small arrays on their way between it and the host: the host does not wait for the
-device to take them, and waits for its answer only when it asks. Tests run this on CPU tensors too."""
+"""Memory of a CUDA device, and transfers of a step's small arrays between it and the host. The host does not wait for the
+device to receive arrays, and waits for results only when it reads them. Works on CPU tensors too, for tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.cuda.regions import Driver, MappedRegion
 from engine.memory import Hashes, MemoryRegion, pinned, split_like
 
 SPARE_BYTES = 1 << 30
-"""that a room for a while leaves to whoever else takes memory"""
+"""bytes that temporary memory leaves free for others"""
 
 
 class CudaMemory:
-    """`engine.memory.Memory` of a CUDA device."""
+    """`engine.memory.DeviceMemory` of a CUDA device."""
 
     is_host = False
     pool_share = 0.8
@@ -28,7 +28,8 @@ class CudaMemory:
     def __init__(
         self, device: torch.device, hashes: Callable[[int], Hashes] | None = None, driver: Driver | None = None
     ) -> None:
-        """hashes: takes digests on the device; driver: has addresses that stay (`engine.cuda.regions`); None: without."""
+        """hashes: computes digests on the device; driver: provides fixed addresses (`engine.cuda.regions`); None: not
+        available."""
         self.device = device
         self.hashes = hashes
         self._driver = driver
@@ -64,8 +65,8 @@ class CudaMemory:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy 1-D arrays of one dtype to the device, as views of one tensor. From pageable memory the host would wait until
-    everything before the copy has run; torch keeps the pinned one until it was read."""
+    """Copy 1-D arrays of one dtype to the device, as views of one tensor. A copy from pageable memory would block the host
+    until all earlier work has run; torch keeps pinned memory until it was read."""
     whole = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
         whole = whole.pin_memory().to(device, non_blocking=True)
@@ -73,7 +74,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start a copy to the host. Returns what waits for that copy, and for nothing that is launched after it."""
+    """Start a copy to the host. Returns a function that waits for this copy, but not for later work."""
     if tensor.device.type == "cpu":
         return tensor.numpy
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

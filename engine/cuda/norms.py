@@ -1,9 +1,9 @@
 """RMSNorm in two kernels instead of eight, for CUDA.
 
-transformers writes RMSNorm as eight operators. Under a CUDA graph each is still a kernel of some microseconds, and a layer of
-Qwen3 has four norms: 32 of its 57 kernels. torch has all but the last one in a single kernel
-(`torch.nn.functional.rms_norm`), with the same roundings: squares, their mean and the product in fp32, once rounded to the
-dtype, and only then the weight. The mean's order of summation is another.
+transformers writes RMSNorm as eight operators. In a CUDA graph, each is still a kernel of a few microseconds, and a layer of
+Qwen3 has four norms: 32 of its 57 kernels. `torch.nn.functional.rms_norm` does all but the last operator in one kernel, with
+the same roundings: squares, their mean and the product in fp32, rounded once to the dtype, and then the weight. The mean is
+summed in another order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.cuda")
 
 SAMPLES = 64
-"""rows that a norm's two ways are compared on"""
+"""rows on which both implementations of a norm are compared"""
 
 
 def fuse_norms(module: nn.Module) -> int:
-    """Let the RMSNorms of a model run by torch's kernel, those that compute what it does. Returns how many. Parameters are read
-    at each call, so whatever writes them in place reaches it."""
+    """Make the RMSNorms of a model use torch's kernel if it computes the same. Returns their number. Parameters are read at
+    each call, so in-place updates take effect."""
     same: dict[tuple[type, int], bool] = {}
     fused = 0
     for norm in candidates(module):
@@ -47,7 +47,7 @@ def candidates(module: nn.Module) -> Iterator[Any]:
         norm: Any = each
         parameters = [name for name, _ in norm.named_parameters(recurse=False)]
         if parameters == ["weight"] and hasattr(norm, "variance_epsilon") and norm.weight.dim() == 1:
-            if len(inspect.signature(norm.forward).parameters) == 1:  # gated ones take more
+            if len(inspect.signature(norm.forward).parameters) == 1:  # gated norms have more
                 yield norm
 
 
@@ -58,8 +58,8 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def agree(norm: Any, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> bool:
-    """`forward` of the norm and rows computes what the norm does: with a weight that is not all ones nearly all numbers are the
-    same, and none is further away than rounding explains."""
+    """Return whether `forward` computes what the norm does: with a weight that is not all ones, nearly all results are equal,
+    and none differs by more than rounding explains."""
     twin, generator = copy.deepcopy(norm), torch.Generator().manual_seed(0)
     weight, dtype = twin.weight, norm.weight.dtype
     weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)

@@ -1,11 +1,12 @@
-"""Memory at addresses that stay: a sleep gives back what lies behind them, and CUDA graphs go on with the same pointers.
+"""Device memory at fixed addresses: a sleep releases the physical memory, and CUDA graphs stay valid.
 
     addresses   reserved once ├──────────────────────────────────────┤     cuMemAddressReserve
-    memory      mapped        ├── piece ──┼── piece ──┤                    cuMemCreate, cuMemMap; as far as `need` has asked
-    release     unmapped                                                   cuMemUnmap, cuMemRelease: others may have it
-    restore     mapped anew   ├── piece ──┼── piece ──┤                    other memory, the same addresses
+    memory      mapped        ├── piece ──┼── piece ──┤                    cuMemCreate, cuMemMap; as much as `need` asked for
+    release     unmapped                                                   cuMemUnmap, cuMemRelease: free for others
+    restore     mapped again  ├── piece ──┼── piece ──┤                    other memory, the same addresses
 
-torch's allocator knows nothing of it. The same by an allocator plugged into torch: vLLM's CuMemAllocator, torch_memory_saver.
+torch's allocator does not know this memory. vLLM's CuMemAllocator and torch_memory_saver do the same with an allocator plugged
+into torch.
 """
 
 from __future__ import annotations
@@ -18,70 +19,70 @@ from typing import Any, Protocol
 
 import torch
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.cuda")
 
 PIECE_BYTES = 256 << 20
-"""of memory that is mapped at once, at most"""
+"""largest piece of memory that is mapped at once"""
 OUT_OF_MEMORY = 2
 PINNED, DEVICE, READ_AND_WRITE = 1, 1, 3
 
 
 class Driver(Protocol):
-    """Virtual memory of a device. `CudaDriver` is one, tests have another one; each method may raise RuntimeError."""
+    """Virtual memory of a device: `CudaDriver`, or a stand-in for tests. Each method may raise RuntimeError."""
 
     grain: int
-    """bytes of which sizes and addresses are multiples"""
+    """sizes and addresses are multiples of this many bytes"""
 
     def reserve(self, size: int) -> int:
-        """Reserve addresses. Returns the first."""
+        """Reserve addresses. Returns the first one."""
 
     def free(self, address: int, size: int) -> None:
-        """Give reserved addresses back."""
+        """Release reserved addresses."""
 
     def map(self, address: int, size: int) -> int:
-        """Put memory behind addresses. Returns its handle. Raises torch.OutOfMemoryError."""
+        """Map memory to addresses. Returns its handle. Raises torch.OutOfMemoryError."""
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        """Take the memory away again, and give it back."""
+        """Unmap and release the memory."""
 
     def tensor(self, address: int, size: int, on_end: Callable[[], None]) -> torch.Tensor:
-        """View addresses, of which the first are mapped, as [size] uint8. on_end: called when the last view is gone."""
+        """Return [size] uint8 at addresses of which the first are mapped. on_end: called when the last view is freed."""
 
     def settle(self) -> None:
-        """Wait until nothing on the device uses any memory."""
+        """Wait until the device is idle."""
 
 
 class Addresses:
-    """Addresses of a driver, and the memory behind the first of them. Raises RuntimeError where the driver cannot."""
+    """Reserved addresses, and the memory mapped to the first of them. Raises RuntimeError if the driver fails."""
 
     def __init__(self, driver: Driver, size: int) -> None:
         self._driver = driver
         self.size = _up(max(size, 1), driver.grain)
         self.first = driver.reserve(self.size)
         self._pieces: list[tuple[int, int, int]] = []
-        """(address, bytes, handle) of what is mapped"""
+        """(address, bytes, handle) of mapped memory"""
 
     @property
     def mapped(self) -> int:
-        """Bytes that have memory behind them."""
+        """Number of mapped bytes."""
         return sum(size for _, size, _ in self._pieces)
 
     def map(self, size: int) -> None:
-        """Put memory behind the first `size` bytes. Raises torch.OutOfMemoryError."""
+        """Map the first `size` bytes. Raises torch.OutOfMemoryError."""
         wanted = min(_up(size, self._driver.grain), self.size)
         while self.mapped < wanted:
             at, piece = self.first + self.mapped, min(_up(PIECE_BYTES, self._driver.grain), self.size - self.mapped)
             self._pieces.append((at, piece, self._driver.map(at, piece)))
 
     def unmap(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if self._pieces:
             self._driver.settle()
         while self._pieces:
             self._driver.unmap(*self._pieces.pop())
 
     def close(self) -> None:
-        """Give memory and addresses back for good."""
+        """Release memory and addresses."""
         self.unmap()
         if self.first:
             self._driver.free(self.first, self.size)
@@ -89,13 +90,13 @@ class Addresses:
 
 
 class MappedRegion:
-    """`engine.memory.Region` over a driver. Memory and addresses go with the last view of `data`. Raises RuntimeError where the
-    driver cannot, torch.OutOfMemoryError."""
+    """`engine.memory.MemoryRegion` of a driver. Memory and addresses are released with the last view of `data`. Raises
+    RuntimeError if the driver fails, torch.OutOfMemoryError."""
 
     def __init__(self, driver: Driver, size: int) -> None:
         self._addresses = Addresses(driver, size)
         self._had = 0
-        """bytes that were mapped before `release`"""
+        """bytes mapped before `release`"""
         try:
             self._addresses.map(1)
             self.data: torch.Tensor = driver.tensor(self._addresses.first, self._addresses.size, self._addresses.close)[:size]
@@ -105,7 +106,7 @@ class MappedRegion:
 
     @property
     def mapped(self) -> int:
-        """Bytes that have memory behind them."""
+        """Number of mapped bytes."""
         return self._addresses.mapped
 
     def need(self, size: int) -> None:
@@ -128,11 +129,12 @@ def _up(size: int, grain: int) -> int:
 
 
 def open_driver(device: torch.device) -> Driver | None:
-    """Open the virtual memory of a CUDA device; None, said in the log, where it has none: then a sleep moves what it holds."""
+    """Open the virtual memory of a CUDA device. Returns None, and logs it, if it is not available: then a sleep moves tensors
+    to other addresses."""
     try:
         return CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
     except (OSError, RuntimeError) as error:
-        log.info("no virtual memory, CUDA graphs are captured anew after a sleep device=%s reason=%r", device, str(error))
+        log.info("no virtual memory, CUDA graphs are captured again after a sleep device=%s reason=%r", device, str(error))
         return None
 
 
@@ -162,14 +164,14 @@ class _Access(ctypes.Structure):
 
 
 class _Interface:
-    """What torch reads of a foreign array (`__cuda_array_interface__`)."""
+    """`__cuda_array_interface__` for torch."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class CudaDriver:
-    """CUDA's driver by ctypes; torch has made its context. index: of the device. Raises OSError without a driver."""
+    """CUDA's driver API by ctypes, in torch's context. index: of the device. Raises OSError without a driver."""
 
     def __init__(self, index: int, library: Any = None) -> None:
         self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
@@ -177,7 +179,7 @@ class CudaDriver:
         here = _Location(DEVICE, index)
         self._properties = _Properties(type=PINNED, location=here)
         self._access = _Access(here, READ_AND_WRITE)
-        torch.cuda.synchronize(index)  # the context exists from here on
+        torch.cuda.synchronize(index)  # creates the context
         grain = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), ctypes.c_int(0))
         self.grain = grain.value
@@ -209,7 +211,7 @@ class CudaDriver:
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def tensor(self, address: int, size: int, on_end: Callable[[], None]) -> torch.Tensor:
-        interface = _Interface(address, size)  # torch holds it as long as there is a view
+        interface = _Interface(address, size)  # torch keeps it as long as a view exists
         weakref.finalize(interface, on_end).atexit = False
         return torch.as_tensor(interface, device=torch.device("cuda", self._index))
 

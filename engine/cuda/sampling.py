@@ -1,5 +1,5 @@
-"""Draws on a GPU: all their inputs go to the device in one copy, all that they give comes back in one. The host waits for the
-step where it reads that. `engine.cuda.sampling_kernels` says how they are drawn. Imported only where Triton is there."""
+"""Sampling on a GPU: all inputs go to the device in one copy and all results come back in one. The host waits for a step only
+when it reads its results. `engine.cuda.sampling_kernels` describes the algorithm. Import only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.cuda.sampling_kernels import draw_kernel
 from engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
 
 BLOCK = 2048
-"""logits of a row that are looked at together"""
+"""logits of a row that are processed together"""
 
 
 def fits(logits: torch.Tensor) -> bool:
-    """Tell whether the kernel takes these logits: it takes all."""
+    """Return whether the kernel supports these logits: it supports all."""
     return True
 
 
@@ -30,10 +30,11 @@ def launch(
     cuts: MaskedTokens | None = None,
     top: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
-    """D draws by inverse CDF from [S, V] logits on a device, not waited for: their [D] int32 tokens there, and what reads all
-    that `Kernels.draw` returns; log-probs are those of `log_softmax` up to rounding. Draws that cut and those that do not are
-    two launches, so that what one computes does not depend on the others; and those that want the most probable tokens are
-    launches of their own."""
+    """Launch D draws by inverse CDF from [S, V] logits on a device.
+
+    Returns their [D] int32 tokens on the device, and a function that waits for all results of `Kernels.draw`; log-probs are
+    those of `log_softmax` up to rounding. Draws with and without truncation are two launches, so that a result does not depend
+    on other draws; draws with most probable tokens are launches of their own."""
     draws = len(row)
     cutting = np.zeros(draws, bool) if cuts is None else cuts.any
     wanted = np.zeros(draws, np.int64) if top is None else top
@@ -68,8 +69,8 @@ def launch(
 
 
 def given_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Score given tokens [N] under logits [N, V], both on a device: [N] float32, the bits that `launch` reports for draws
-    without cuts. Nobody waits."""
+    """Score given tokens [N] under logits [N, V], both on a device: [N] float32, with the bits that `launch` returns for draws
+    without truncation. The host does not wait."""
     number = torch.arange(len(tokens), device=logits.device, dtype=torch.float64)
     asked = torch.cat([number, number, torch.full_like(number, temperature), -1.0 - tokens.to(torch.float64)])
     out = torch.empty((4, len(tokens)), device=logits.device)
@@ -82,7 +83,7 @@ def given_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 
 
 def _top_of(best: np.ndarray, top: np.ndarray) -> TopLogprobs:
-    """Take the most probable tokens out of [2 K, D] float32, where ids (as bits) and log-probs take turns."""
+    """Extract the most probable tokens from [2 K, D] float32, in which ids (as bits) and log-probs alternate."""
     ids, logprobs = np.ascontiguousarray(best[0::2].T).view(np.int32), np.ascontiguousarray(best[1::2].T)
     unwanted = np.arange(ids.shape[1]) >= top[:, None]
     ids[unwanted], logprobs[unwanted] = -1, -np.inf
@@ -90,7 +91,7 @@ def _top_of(best: np.ndarray, top: np.ndarray) -> TopLogprobs:
 
 
 def _asked_cuts(cuts: MaskedTokens, mine: np.ndarray) -> list[np.ndarray]:
-    """Of the draws `mine`: top_k, top_p and min_p, where their forbidden tokens begin, and these."""
+    """Return top_k, top_p and min_p of the draws `mine`, the offsets of their forbidden tokens, and these tokens."""
     tokens = dict(cuts.forbidden)
     lists = [tokens.get(draw, []) for draw in mine.tolist()]
     first = np.cumsum([0, *map(len, lists)])

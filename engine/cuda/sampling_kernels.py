@@ -1,13 +1,13 @@
-"""Draws on a GPU: one program a draw, three passes over its row of logits, which the cache holds after the first.
+"""Sampling on a GPU: one program per draw, three passes over its row of logits, which is in the cache after the first.
 
     1   the largest logit, and whether all are finite
     2   the sum of exp(logit / temperature - largest), block by block in double precision
-    3   the same sum again, up to the block where it passes uniform · total; the token is found inside
+    3   the same sum again, up to the block where it exceeds uniform · total; the token is in this block
 
-A draw that truncates or forbids finds the least weight that it keeps between 1 and 2: by bisection over the bits of a number in
-[0, 1], a pass for each. As `engine/cpu/c/sampling.c` does, where what is settled leaves.
+A draw with truncation or forbidden tokens finds the smallest weight to keep between 1 and 2: by bisection over the bits of a
+number in [0, 1], one pass each. `engine/cpu/c/sampling.c` does the same, but drops settled tokens.
 
-Imported only where Triton is there.
+Import only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import triton.language as tl
 
 @triton.jit
 def logits_left(row, n, vocabulary, forbidden, first, last):
-    """The logits of tokens n; -inf behind the vocabulary, and for those of `forbidden` from number `first` to before `last`."""
+    """Return the logits of tokens n; -inf beyond the vocabulary and for entries `first` to `last` (exclusive) of
+    `forbidden`."""
     x = tl.load(row + n, mask=n < vocabulary, other=float("-inf")).to(tl.float32)
     for f in range(first, last):
         x = tl.where(n == tl.load(forbidden + f).to(tl.int32), float("-inf"), x)
@@ -27,7 +28,7 @@ def logits_left(row, n, vocabulary, forbidden, first, last):
 
 @triton.jit
 def reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED: tl.constexpr, N: tl.constexpr):
-    """How many weights reach `least`, or what these add up to."""
+    """Return the number of weights ≥ `least`, or their sum."""
     total = tl.full((), 0.0, tl.float64)
     for start in range(0, vocabulary, N):
         x = logits_left(row, start + tl.arange(0, N), vocabulary, forbidden, first, last)
@@ -39,7 +40,7 @@ def reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED
 
 @triton.jit
 def edge(row, vocabulary, forbidden, first, last, top, scale, low, target, COUNTED: tl.constexpr, N: tl.constexpr):
-    """The bits of the largest number that enough weights reach: `target` of them, or so many that they add up to it."""
+    """Return the bits of the largest number that enough weights reach: `target` of them, or weights that sum to it."""
     high = 0x3F800001  # 1.0 and a bit
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -52,7 +53,8 @@ def edge(row, vocabulary, forbidden, first, last, top, scale, low, target, COUNT
 
 @triton.jit
 def least_kept(asked, stride, row, vocabulary, forbidden, first, last, top, scale, bits, N: tl.constexpr):
-    """The bits of the least weight that top_k, min_p and top_p keep. asked: top_k, `stride` further top_p, then min_p."""
+    """Return the bits of the smallest weight that top_k, min_p and top_p keep. asked: top_k, `stride` further top_p, then
+    min_p."""
     k, top_p, min_p = tl.load(asked), tl.load(asked + stride), tl.load(asked + 2 * stride).to(tl.float32)
     if k > 0:
         bits = edge(row, vocabulary, forbidden, first, last, top, scale, bits, k, True, N)
@@ -66,7 +68,7 @@ def least_kept(asked, stride, row, vocabulary, forbidden, first, last, top, scal
 
 @triton.jit
 def passing(row, end, vocabulary, forbidden, first, last, top, scale, least, target, CUT: tl.constexpr, N: tl.constexpr):
-    """The first token with which the sum of the weights passes `target`; `vocabulary` if none does."""
+    """Return the first token at which the sum of the weights exceeds `target`; `vocabulary` if there is none."""
     n = tl.arange(0, N)
     below = tl.full((), 0.0, tl.float64)
     start = 0
@@ -88,7 +90,7 @@ def passing(row, end, vocabulary, forbidden, first, last, top, scale, least, tar
 
 @triton.jit
 def looked_at(row, vocabulary, forbidden, first, last, CUT: tl.constexpr, N: tl.constexpr):
-    """The largest logit of a row, the largest of those that may be drawn, its first token, and whether all are finite."""
+    """Return the largest logit of a row, the largest one that may be sampled, its first token, and whether all are finite."""
     n = tl.arange(0, N)
     highest_of = tl.full((N,), float("-inf"), tl.float32)
     top_of = tl.full((N,), float("-inf"), tl.float32)
@@ -109,7 +111,7 @@ def looked_at(row, vocabulary, forbidden, first, last, CUT: tl.constexpr, N: tl.
 
 @triton.jit
 def sums(row, end, vocabulary, forbidden, first, last, top, highest, scale, least, CUT: tl.constexpr, N: tl.constexpr):
-    """The sum of the weights that are kept, that of all at temperature 1, and the last token that has a weight."""
+    """Return the sum of the weights kept, the sum of all at temperature 1, and the last token with a weight."""
     n = tl.arange(0, N)
     total = tl.full((), 0.0, tl.float64)
     plain = tl.full((), 0.0, tl.float64)
@@ -144,8 +146,8 @@ def most_probable(
     CUT: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Write the `wanted` largest scaled logits that are left, the lower id of equal ones first, a pass over the row for each.
-    To `to` goes the id (as bits; -1 where none is left), `draws` further its log-prob, and so on."""
+    """Write the `wanted` largest scaled logits, of equal ones the lower id first, with one pass over the row for each. `to`
+    receives the id (as bits; -1: none left), `draws` further its log-prob, and so on."""
     n = tl.arange(0, N)
     before = tl.full((), float("inf"), tl.float32)
     behind = tl.full((), -1, tl.int32)
@@ -174,9 +176,9 @@ def draw_kernel(
     logits, asked, drawn, mine, draws, vocabulary, row_stride, best, CUT: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr
 ):
     """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform (-1 - t: token t is given);
-    with CUT [3, mine] more, top_k, top_p, min_p, then [mine + 1] where each one's forbidden tokens begin, and these · drawn
-    [4, draws] fp32: token (as bits), log-prob, log-prob at temperature 1, 1 if there was something to draw from; with TOP
-    [2 · best, draws] more, ids (as bits) and log-probs of the most probable tokens in turn."""
+    with CUT [3, mine] top_k, top_p, min_p, then [mine + 1] offsets of forbidden tokens, and these · drawn [4, draws] fp32:
+    token (as bits), log-prob, log-prob at temperature 1, 1 if the row is valid; with TOP [2 · best, draws] ids (as bits) and
+    log-probs of the most probable tokens, alternating."""
     i = tl.program_id(0)
     at = tl.load(asked + i).to(tl.int64)
     row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
@@ -189,10 +191,10 @@ def draw_kernel(
     highest, top, greedy, good = looked_at(row, vocabulary, forbidden, first, last, CUT, N)
     finite = good & (top > float("-inf"))
     highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)
-    end = tl.where(finite, vocabulary, 0)  # nothing is drawn from what is not finite
+    end = tl.where(finite, vocabulary, 0)  # rows that are not finite are skipped
     least = tl.full((), 0.0, tl.float32)
     if CUT:
-        bits = tl.full((), 1, tl.int32)  # of the smallest number there is: whatever has a weight is kept
+        bits = tl.full((), 1, tl.int32)  # the smallest positive number: keeps all weights
         if temperature > 0:
             bits = least_kept(asked + 4 * mine + i, mine, row, end, forbidden, first, last, top, scale, bits, N)
         least = bits.to(tl.float32, bitcast=True)
@@ -206,7 +208,7 @@ def draw_kernel(
     x = tl.load(row + token).to(tl.float32)
     tl.store(drawn + at, token.to(tl.float32, bitcast=True))
     left = logits_left(row, token, vocabulary, forbidden, first, last) if CUT else x
-    left = tl.where(tl.exp((left - top) / scale) >= least, left, float("-inf"))  # a given token may be one that is cut
+    left = tl.where(tl.exp((left - top) / scale) >= least, left, float("-inf"))  # a given token may be truncated
     tl.store(drawn + draws + at, (left - top) / scale - tl.log(total.to(tl.float32)))
     tl.store(drawn + 2 * draws + at, x - highest - tl.log(plain.to(tl.float32)))
     tl.store(drawn + 3 * draws + at, finite.to(tl.float32))

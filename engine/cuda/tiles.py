@@ -1,20 +1,20 @@
-"""How the attention of a step is cut into tiles for a GPU. Plain numpy, no torch.
+"""Cuts the attention of a step into tiles for a GPU. Plain numpy, no torch.
 
-A context is cut into chunks of a fixed number of tokens, counted from its first one, and chunks into spans of SPAN_CHUNKS.
-Softmax is computed chunk by chunk; the chunks of a span are merged in their order by log-sum-exp, and then the spans in theirs.
-So a query's numbers do not depend on how the work was cut:
+A context is cut into chunks of a fixed number of tokens, counted from its first one, and chunks are grouped into spans of
+SPAN_CHUNKS. Softmax is computed chunk by chunk; the chunks of a span are merged in order by log-sum-exp, and then the spans in
+order. So a query's numbers do not depend on how the work is cut:
 
     row 0   ║ chunk 0 ║ chunk 1 ║ chunk 2 │          a tile is (some queries) × (some chunks of one row's block table)
     row 1   ║ chunk 0 ║ chunk 1 ║ chunk │
-            └ blocks in common ─┘
+            └── shared blocks ──┘
 
-    [rows 0, 1] × [chunks 0, 1]     one tile for the prefix that the rows share: its KV is read once for all their queries
+    [rows 0, 1] × [chunks 0, 1]     one tile for the shared prefix: its KV is read once for all queries
     [row 0] × [chunk 2]             and each row's own chunks
     [row 1] × [chunk 2]
 
-A tile that has all chunks of its queries merges them itself and writes the output. The others write one partial result for each
-span that they have whole and for each other chunk, which a second kernel merges: flash-decoding's split (Dao et al. 2023), and
-Hydragen's shared prefix (Juravsky et al. 2024).
+A tile with all chunks of its queries merges them and writes the output. Other tiles write one partial result per complete span
+and per other chunk, and a second kernel merges these: the split of flash-decoding (Dao et al. 2023) and the shared prefix of
+Hydragen (Juravsky et al. 2024).
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from typing import NamedTuple
 import numpy as np
 
 CHUNK_TOKENS = 256
-"""of a chunk, or one block where blocks are larger. A partial result is written and read in fp32 for each query head: with four
-of them to a KV head, three percent of the bytes of the chunk's K and V; sixteen rows that share a chunk write as many each"""
+"""tokens of a chunk; one block, if blocks are larger. A partial result is written and read in fp32 for each query head: with
+four query heads per KV head, three percent of the bytes of the chunk's K and V; sixteen rows that share a chunk write as many
+each"""
 SPLIT_TOKENS = 16
-"""rows with more tokens than this in a step (prefill) have tiles enough; they are neither split nor shared"""
+"""rows with more tokens than this in a step (prefill) have enough tiles; they are neither split nor shared"""
 SPAN_CHUNKS = 8
-"""chunks of a span: the results of its chunks are merged first, so that a tile that has all of them writes a single one"""
+"""chunks of a span: their results are merged first, so that a tile with all of them writes a single one"""
 COLUMNS = 6
-"""of a tile: first token, tokens, where the row's blocks begin in the table, first chunk, end chunk, split"""
+"""of a tile: first token, tokens, offset of the row's blocks in the table, first chunk, end chunk, split"""
 STEP_KEYS = 64
-"""keys that a tile's work is counted in"""
+"""keys per unit of a tile's work"""
 BEGIN_STEPS, PARTIAL_STEPS = 1.0, 0.25
-"""what it costs to begin a tile, and to write a partial result of a chunk and read it again; by estimate"""
+"""estimated cost of starting a tile, and of writing and reading a partial result of a chunk"""
 FINER = (4, 8, 16)
-"""tiles for each program that are tried, in turn, until the programs have nearly the same work"""
+"""numbers of tiles per program to try, in order, until the programs have nearly equal work"""
 TAIL_ROUNDS, TAIL_FINER = 2, 4
-"""of the tiles, those dealt last fill the gaps: their rows are cut so much finer where that helps"""
+"""the last tiles fill gaps: their rows are cut this much finer if that helps"""
 BALANCED = 0.95
-"""mean / largest work of the programs that ends this search"""
+"""mean / largest work of the programs at which the search stops"""
 DIRECT, PADDING = -1, -2
-"""in `Tiles.parts`: the token's only tile writes its output; nobody does"""
+"""in `Tiles.parts`: the token's only tile writes its output; padding, without output"""
 
 
 class Tiles(NamedTuple):
@@ -54,25 +55,26 @@ class Tiles(NamedTuple):
     large: np.ndarray
     """[n, COLUMNS] int32"""
     parts: np.ndarray
-    """[T] int32: where the partial results of a token begin, one for each chunk that it sees; or DIRECT"""
+    """[T] int32: first partial result of each token, of one per chunk of its context; or DIRECT"""
     num_parts: int
     loads: tuple[np.ndarray, np.ndarray]
-    """[programs // kv_heads] each, of small and of large tiles: the steps of STEP_KEYS keys that fall to a program"""
+    """[programs // kv_heads] each, of small and of large tiles: units of STEP_KEYS keys per program"""
 
 
 class TileQueue(NamedTuple):
-    """Tiles of one kind in the order in which programs take them."""
+    """Tiles of one kind, in the order in which programs process them."""
 
     tiles: np.ndarray
     """[n, COLUMNS] int32"""
     steps: np.ndarray
-    """[groups]: what falls to each"""
+    """[groups]: work of each"""
     longest: float
-    """the most steps of a program, with what tiles cost beside their keys"""
+    """largest work of a program, including the fixed costs of tiles"""
 
 
 def balance(loads: Sequence[np.ndarray]) -> float:
-    """Mean / largest of the programs' loads: 1 = none waits for another. Each kind of tiles is a launch of its own."""
+    """Return mean / largest of the programs' loads: 1 = no program waits for another. Each kind of tile is a launch of its
+    own."""
     longest = sum(load.max() for load in loads)
     return float(sum(load.mean() for load in loads) / longest) if longest else 1.0
 
@@ -92,14 +94,16 @@ def cut(
     groups: tuple[int, int],
     max_parts: int,
 ) -> Tiles:
-    """The tiles of a step of R rows.
+    """Return the tiles of a step of R rows. Rows and prefixes are cut into runs of chunks, which get shorter until the programs
+    have nearly equal work.
 
-    query_starts [R + 1], context_lens [R], block_table [R, M]: as in `Batch`. share: some rows have leading blocks in common;
-    which ones is found here, so prefixes nest. sizes: most tokens of a small and of a large tile. groups: programs of either
-    kind that run at once, by KV heads: those of a group take the heads of one tile. max_parts: partial results that there is
-    memory for.
-
-    Rows and prefixes are cut into runs of chunks, which get shorter until the programs have nearly the same work."""
+    Args:
+        query_starts, context_lens, block_table: [R + 1], [R], [R, M], as in `Batch`.
+        share: some rows share leading blocks. Which ones is found here, so prefixes nest.
+        sizes: most tokens of a small and of a large tile.
+        groups: programs of either kind that run at a time, per KV head; those of a group process the heads of one tile.
+        max_parts: partial results for which there is memory.
+    """
     chunk = chunk_tokens(block_size)
     counts = np.diff(query_starts)
     chunks = -(-context_lens // chunk)
@@ -124,32 +128,32 @@ def cut(
 
 
 class TilingInput(NamedTuple):
-    """What is cut: R rows."""
+    """The R rows to cut."""
 
     query_starts: np.ndarray
     """[R + 1]"""
     context_lens: np.ndarray
     """[R]"""
     chunks: np.ndarray
-    """[R]: of the context"""
+    """[R]: chunks of the context"""
     own: np.ndarray
-    """[R]: the first chunk that is not in a prefix in common"""
+    """[R]: first chunk that is not in a shared prefix"""
     splits: np.ndarray
-    """[R]: there is memory for partial results"""
+    """[R]: whether there is memory for partial results"""
     size: np.ndarray
     """[R]: most tokens of a tile"""
     shared: list[tuple[int, int, int, int]]
-    """of `_shared`"""
+    """result of `_shared`"""
     sizes: tuple[int, int]
     """most tokens of a small and of a large tile"""
     chunk: int
     """tokens of a chunk"""
     columns: int
-    """of the block table"""
+    """columns of the block table"""
 
 
 def _balanced(step: TilingInput, groups: tuple[int, int]) -> tuple[np.ndarray, list[TileQueue]]:
-    """[R] rows whose tiles write partial results, and the small and the large tiles: whatever ends first."""
+    """Return [R] whether a row's tiles write partial results, and the small and the large tiles of the fastest variant."""
     small, large = step.sizes
     counts = np.diff(step.query_starts)
     todo = -(-counts // step.size) * (step.chunks - step.own)
@@ -184,21 +188,21 @@ def _balanced(step: TilingInput, groups: tuple[int, int]) -> tuple[np.ndarray, l
 
 
 def _run(chunks: int, tiles: int) -> int:
-    """Chunks of a tile where so many are cut into so many tiles: a part of a span, or whole spans."""
+    """Return the chunks per tile if `chunks` are cut into `tiles`: a part of a span, or whole spans."""
     run = -(-chunks // max(1, tiles))
     return max(1, run // SPAN_CHUNKS * SPAN_CHUNKS if run >= SPAN_CHUNKS else 1 << run.bit_length() - 1 if run else 1)
 
 
 def most_tiles(tokens: int, rows: int, groups: int) -> int:
-    """Room for tiles of one kind: enough for every step of so many tokens and rows that neither shares nor splits, and for all
-    but odd ones of those that do."""
+    """Return the number of tiles of one kind to allocate: enough for every step of this size that neither shares nor splits,
+    and for all but unusual ones of those that do."""
     return tokens + 3 * rows + (TAIL_FINER * FINER[-1] + 2) * groups
 
 
 def deal(tiles: np.ndarray, steps: np.ndarray, groups: int) -> TileQueue:
-    """tiles [n, COLUMNS], steps [n] of work. Round by round, the longest tiles first, and in each round the longest one to the
-    group of programs that has least so far. Group g takes the tiles g, g + groups, … of the result, whose last round may have
-    gaps: tiles of no tokens."""
+    """Assign tiles [n, COLUMNS] with `steps` [n] of work to groups of programs: round by round, longest tiles first, and in
+    each round the longest tile to the group with the least work so far. Group g processes tiles g, g + groups, … of the result;
+    its last round may contain empty tiles."""
     cost = steps + BEGIN_STEPS + PARTIAL_STEPS * tiles[:, 5] * (tiles[:, 4] - tiles[:, 3])
     order = np.argsort(-cost, kind="stable")
     work, load = np.zeros(groups), np.zeros(groups, np.int64)
@@ -221,11 +225,11 @@ def _shared(
     block_size: int,
     own: np.ndarray,
 ) -> list[tuple[int, int, int, int]]:
-    """(first row, end row, first chunk, end chunk) that several rows have in common. Writes into `own` where each row's own
-    chunks begin."""
+    """Return (first row, end row, first chunk, end chunk) of prefixes that rows share. Writes the first chunk of each row's own
+    part into `own`."""
     written = (context_lens - counts) // block_size  # blocks that are full before this step
     same = table[1:] == table[:-1]
-    lead = np.where(same.all(1), table.shape[1], same.argmin(1))  # leading blocks that a row and the next one have in common
+    lead = np.where(same.all(1), table.shape[1], same.argmin(1))  # leading blocks that a row shares with the next one
     lead = np.minimum(np.minimum(lead, written[1:]), written[:-1]) // chunk_blocks
     lead[~(splits[1:] & splits[:-1])] = 0
     found, stack = [], [(0, len(counts), 0)]
@@ -247,8 +251,8 @@ def _shared(
 
 
 def _of_prefixes(step: TilingInput, runs: list[int]) -> np.ndarray:
-    """A piece of the tokens of all rows that share × a run of the chunks in common. `runs`: of small and of large tiles.
-    Returns [n, COLUMNS + 1], the last of them the steps of work."""
+    """Tile the shared prefixes: a piece of the tokens of all rows that share × a run of the shared chunks. Returns [n, COLUMNS
+    + 1]; the last column is the work. runs: of small and of large tiles."""
     tiles = []
     small, size = step.sizes
     for first, end, begin, stop in step.shared:
@@ -264,8 +268,8 @@ def _of_prefixes(step: TilingInput, runs: list[int]) -> np.ndarray:
 
 
 def _of_rows(step: TilingInput, split: np.ndarray, run: np.ndarray) -> np.ndarray:
-    """What each row has for itself: a piece of its tokens × all of its chunks, or × a run of them. Runs begin at multiples of
-    their length. Returns [n, COLUMNS + 1], the last of them the steps of work."""
+    """Tile each row's own part: a piece of its tokens × all of its chunks, or × a run of them. Runs begin at multiples of their
+    length. Returns [n, COLUMNS + 1]; the last column is the work."""
     starts, own, size, chunk = step.query_starts, step.own, step.size, step.chunk
     row, piece = _each(-(-np.diff(starts) // size))
     first = starts[row] + piece * size[row]
@@ -282,6 +286,6 @@ def _of_rows(step: TilingInput, split: np.ndarray, run: np.ndarray) -> np.ndarra
 
 
 def _each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For i of N things, each counts[i] times: i, and which time it is."""
+    """Repeat each i of N counts[i] times. Returns i, and the number of the repetition."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,11 +1,11 @@
-"""Logits that a group changes before temperature and truncation: bias, allowed tokens, penalties.
+"""Changes of logits before temperature and truncation: bias, allowed tokens, penalties.
 
-The rows that ask for it are copied, in fp32, and changed; who asks for nothing keeps the row that the model gave. Each number
-depends on its own row, token and counts, so a draw does not know who stands beside it.
+Rows to change are copied in fp32; all other rows stay as the model returned them. Each value depends only on its own row, token
+and counts, so a draw does not depend on the rest of the batch.
 
-Repetition is penalised as in transformers (`RepetitionPenaltyLogitsProcessor`; Keskar et al., "CTRL", 2019): a positive logit
-of a token of the prompt or the output is divided, another one multiplied. Presence and frequency as in OpenAI's API reference:
-for tokens of the output, logit - count · frequency - presence.
+Repetition penalty as in transformers (`RepetitionPenaltyLogitsProcessor`; Keskar et al., "CTRL", 2019): a positive logit of a
+token of the prompt or the output is divided by it, another one multiplied. Presence and frequency penalty as in OpenAI's API
+reference, for tokens of the output: logit - count · frequency - presence.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from engine.scheduling.plan import LogitAdjustment
 
 AT_ONCE = 64
-"""rows that are changed together: a vocabulary takes half a megabyte and more of each"""
+"""rows changed together: each takes half a megabyte or more, for a whole vocabulary"""
 NOT_ALLOWED = -1e30
-"""logit of a token that is not allowed: finite, and without weight at every temperature"""
+"""logit of a token that is not allowed: finite, with probability 0 at every temperature"""
 FAR = -1e20
-"""log-probs below are of tokens that are not allowed"""
+"""log-probs below this are of tokens that are not allowed"""
 
 
 class Entries(NamedTuple):
-    """Numbers for single logits, no logit twice."""
+    """Values for single logits; no logit occurs twice."""
 
     rows: np.ndarray
-    """[E] int64, of the changed rows"""
+    """[E] int64: changed rows"""
     ids: np.ndarray
     """[E] int64"""
     values: np.ndarray
@@ -38,25 +38,25 @@ class Entries(NamedTuple):
 
 
 class Adjust(NamedTuple):
-    """How C rows of logits are changed, and which draws take them."""
+    """Changes of C rows of logits, and the draws that use them."""
 
     draws: np.ndarray
     """[A] int64, ascending: draws from a changed row"""
     taken: np.ndarray
-    """[A] int64: which changed row each of them takes"""
+    """[A] int64: changed row of each of these draws"""
     source: np.ndarray
-    """[C] int64: the row of the model's logits that each changed one is made of"""
+    """[C] int64: row of the model's logits that each changed row copies"""
     bias: Entries
     allowed: Entries
     restricted: np.ndarray
-    """[..] int64: changed rows in which only `allowed` tokens are"""
+    """[..] int64: changed rows in which only `allowed` tokens may be sampled"""
     repetition: Entries
     counted: Entries
-    """to subtract: what presence and frequency come to"""
+    """values to subtract: presence and frequency penalties"""
 
     @classmethod
     def build(cls, adjustments: Sequence[LogitAdjustment], logits_row: np.ndarray) -> tuple[Adjust, ...]:
-        """As a plan says, at most AT_ONCE rows in each. logits_row: [D] int64, the row of each draw."""
+        """Build the changes of a plan, at most AT_ONCE rows each. logits_row: [D] int64, the row of each draw."""
         return tuple(cls._of(adjustments[at : at + AT_ONCE], logits_row) for at in range(0, len(adjustments), AT_ONCE))
 
     @staticmethod
@@ -77,7 +77,8 @@ class Adjust(NamedTuple):
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Make [C, V] float32 of [S, V] logits of any float dtype. A row that held NaN or infinity holds NaN everywhere."""
+        """Return [C, V] float32 changed rows of [S, V] logits of any float dtype. A row with NaN or infinity becomes all
+        NaN."""
         device = logits.device
         rows = logits[torch.from_numpy(self.source).to(device)].float()
         finite = torch.isfinite(rows).all(-1, keepdim=True)
@@ -103,7 +104,7 @@ def _subtracted(adjustment: LogitAdjustment) -> np.ndarray:
 
 
 def _entries(of_rows: list[tuple[np.ndarray, np.ndarray]]) -> Entries:
-    """Join (ids, values) of each row."""
+    """Join the (ids, values) of all rows."""
     lengths = [len(ids) for ids, _ in of_rows]
     ids, values = (np.concatenate(column) for column in zip(*of_rows, strict=True))
     return Entries(np.repeat(np.arange(len(of_rows)), lengths), ids.astype(np.int64), values.astype(np.float32))

@@ -1,4 +1,4 @@
-"""The name of what an engine computes (docs/decisions/arithmetic.md)."""
+"""Names of the arithmetic that an engine computes (docs/decisions/arithmetic.md)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import Any
 import torch
 
 FP8 = "+fp8_e4m3/1"
-"""at the end of a name: KV is kept so"""
+"""suffix of a name if KV is stored in fp8"""
 
 
 def arithmetic(computes: Any, backend: Any, fp8: bool = False) -> str:
-    """Name what computes, with a version: the products, behind a + the attention where that is another one, and FP8 where KV is
-    kept so. Equal names, weights, tokens and seeds give equal samples, to the bit, on one torch. computes:
-    `engine.forward.model.Computes`, None = the module as it comes."""
+    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, and FP8
+    if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the bit.
+
+    Args:
+        computes: `engine.forward.model.ExecutionPath`; None: the module itself.
+    """
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())
     return (products if attention == products else f"{products}+{attention}") + (FP8 if fp8 else "")
 
 
 def without_fp8(name: str) -> str:
-    """Name the same arithmetic with KV in the model's dtype."""
+    """Return the name of the same arithmetic with KV in the model's dtype."""
     return name.removesuffix(FP8)
 
 
 def torch_arithmetic() -> str:
-    """Name what torch's own products compute."""
+    """Return the name of torch's own products."""
     return f"torch/{torch.__version__.split('+')[0]}"

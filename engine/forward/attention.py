@@ -1,8 +1,8 @@
-"""The seam between transformers models and our KV: one attention function, registered under one name.
+"""Attention interface between transformers models and the paged KV: one function, registered under one name.
 
-transformers calls it with fresh q, k, v of a layer, and passes keyword arguments of `model(...)` through untouched; so the
-step's `Batch` and the pool travel as one argument and there is no global context. The name keeps clear of "flash", "sdpa",
-"flex_attention" and a leading "paged|", each of which would set off other code in transformers.
+transformers calls it with q, k, v of each layer and passes keyword arguments of `model(...)` on unchanged. So the step's
+`Batch` and the KV pool travel as one argument, without a global context. The name contains no "flash", "sdpa" or
+"flex_attention" and does not begin with "paged|": each of these would enable other code in transformers.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ ATTENTION_NAME = "rollout"
 
 
 class CannotAttend(Exception):
-    """A backend cannot be had here, or does not serve the shapes of a model; the message says which and why."""
+    """An attention backend is not available here or does not support a model's shapes; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCapacity:
-    """The largest step."""
+    """Sizes of the largest step."""
 
     tokens: int
     rows: int
     columns: int
     """blocks of the longest sequence"""
     q_heads: int
-    """0 = not the same in all layers"""
+    """0: layers differ"""
     kv_heads: int
     head_dim: int
     itemsize: int
@@ -42,14 +42,14 @@ class StepCapacity:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.q_heads // self.kv_heads
 
     @staticmethod
     def of(config: EngineConfig, model: Any) -> StepCapacity:
-        """Read it off a configuration and a model (`engine.forward.model.ModelLike`)."""
+        """Return the capacity for a configuration and a model (`engine.forward.model.ModelLike`)."""
         return StepCapacity(
-            tokens=max(config.most_tokens, 16),  # a smaller batch is padded
+            tokens=max(config.most_tokens, 16),  # smaller batches are padded
             rows=max(config.most_seqs, 16),
             columns=-(-model.context // config.block_size),
             q_heads=model.q_heads,
@@ -60,17 +60,16 @@ class StepCapacity:
 
 
 class Backend(Protocol):
-    """How attention is computed. Everything inside a block's K and V is the backend's to lay out.
+    """Computes attention, and defines the layout inside a block's K and V.
 
-    The promise of every backend: what a query gets depends on its own tokens alone. It does the same arithmetic for each
-    query and chunk of its context (of a fixed size), in their order, whatever else is in the batch, however the prompt was
-    computed: in how many steps, shared or not.
-    """
+    Every backend guarantees: the result of a query depends only on its own tokens. For each query it does the same arithmetic
+    for each fixed-size chunk of its context, in order, for any batch, any chunking of the prompt, and shared prefixes or
+    not."""
 
     name: str
 
     def prepare(self, batch: Batch, kv: PagedKV) -> Any:
-        """Whatever is wanted once a step for all layers; it travels as `Batch.attention`."""
+        """Return metadata of a step for all layers; it becomes `Batch.attention`."""
 
     def attend(
         self,
@@ -83,13 +82,21 @@ class Backend(Protocol):
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        """Write the step's K and V into `kv`, then attend. query [P, q_heads, head_dim], key [P, kv_heads, head_dim], value [P,
-        kv_heads, value_dim] (any strides, P = padded tokens), window 0 = unlimited. Returns [P, q_heads, value_dim], zero for
-        padding."""
+        """Write the step's K and V into `kv`, then attend.
+
+        Args:
+            query: [P, q_heads, head_dim], P = padded tokens, any strides.
+            key: [P, kv_heads, head_dim].
+            value: [P, kv_heads, value_dim].
+            window: 0 = unlimited.
+
+        Returns:
+            [P, q_heads, value_dim], zero for padding.
+        """
 
 
 class AttentionCall:
-    """What travels down to every layer of one forward. Not a tuple: torch.compile would look inside, and compile anew for every
+    """Arguments for every layer of one forward. Not a tuple: torch.compile would trace its elements and recompile at every
     step."""
 
     __slots__ = ("backend", "batch", "kv")
@@ -101,7 +108,8 @@ class AttentionCall:
 
 
 class AttentionProbe:
-    """Stands in for a `AttentionCall` while a model is loaded: notes what each layer asks of its attention, and how often."""
+    """Takes the place of an `AttentionCall` while a model is loaded: records the attention arguments of each layer and counts
+    the calls."""
 
     def __init__(self) -> None:
         self.layers: dict[int, dict[str, Any]] = {}
@@ -120,14 +128,14 @@ def paged_attention(
     rollout: AttentionCall | AttentionProbe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, q_heads, P, head_dim], key [1, kv_heads, P, head_dim], value [1, kv_heads, P, value_dim] → [1, P, q_heads,
-    value_dim]."""
+    """transformers' attention function: query [1, q_heads, P, head_dim], key [1, kv_heads, P, head_dim], value [1, kv_heads, P,
+    value_dim] → [1, P, q_heads, value_dim]."""
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     if rollout is None:
         raise TypeError(
-            f"attention {ATTENTION_NAME!r} runs inside the engine only, in models that hand keyword arguments on to it"
+            f"attention {ATTENTION_NAME!r} works only inside the engine, in models that pass keyword arguments on to it"
         )
     if isinstance(rollout, AttentionProbe):
         rollout.calls[layer] += 1
@@ -167,6 +175,6 @@ HARMLESS = frozenset(
         "is_training",
     }
 )
-"""keyword arguments that may reach an attention function without changing what it must compute"""
+"""keyword arguments that do not change what an attention function must compute"""
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

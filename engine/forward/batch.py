@@ -1,4 +1,4 @@
-"""Batch: the one place where the plan's ints become tensors."""
+"""Batch: converts the integers of a plan to tensors."""
 
 from __future__ import annotations
 
@@ -13,45 +13,49 @@ from engine.memory import DeviceMemory
 from engine.scheduling.plan import Plan
 
 MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
-"""Below this many rows a matrix product takes another path, and a token's numbers would depend on how many tokens stand
-beside it; smaller batches are padded. 16 for every other dtype."""
+"""Fewest rows of a matrix product. With fewer rows, libraries use another code path, so that a token's numbers would depend on
+the number of tokens in the step; smaller batches are padded. 16 for all other dtypes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The tensors of one step: T tokens (padded to P ≥ T) of R rows, S rows of logits, D draws."""
+    """Tensors of one step: T tokens (padded to P ≥ T) of R rows, S rows of logits, D draws."""
 
     input_ids: torch.Tensor
     """[1, P] int64"""
     position_ids: torch.Tensor
     """[1, P] int64"""
     num_tokens: int
-    """T; what stands behind is padding"""
+    """T; the tokens after it are padding"""
     slots: torch.Tensor
-    """[T] int64 on the CPU: block * block_size + offset, where a token's KV goes"""
+    """[T] int64 on the CPU: block * block_size + offset of the KV of each token"""
     query_starts: np.ndarray
-    """[R + 1] int32: row r has the tokens query_starts[r] … query_starts[r + 1] - 1"""
+    """[R + 1] int32: row r has tokens query_starts[r] … query_starts[r + 1] - 1"""
     context_lens: np.ndarray
-    """[R] int32: tokens that the last query of a row sees, itself included"""
+    """[R] int32: tokens that the last query of a row attends to, including itself"""
     block_table: np.ndarray
-    """[R, M] int32: device slots of each row's blocks"""
+    """[R, M] int32: device slots of the blocks of each row"""
     shared: np.ndarray
-    """[G, 3] int32: (first row, rows, leading blocks in common)"""
+    """[G, 3] int32: (first row, number of rows, leading blocks that they share)"""
     logits_at: torch.Tensor
-    """[S'] int64: tokens whose logits are wanted, padded like the tokens by repetition"""
+    """[S'] int64: tokens that need logits, padded like the tokens by repetition"""
     num_logits: int
     """S"""
     sampling: SamplingBatch
-    """one entry for each draw"""
+    """one entry per draw"""
     attention: Any = None
-    """what the attention backend prepared for this step"""
+    """metadata that the attention backend prepared for this step"""
 
     @staticmethod
     def build(
         plan: Plan, block_size: int, memory: DeviceMemory, dtype: torch.dtype, drawn: torch.Tensor | None = None
     ) -> Batch:
-        """Turn a plan of at least one row into tensors in `memory`. dtype: of the products, which decides padding. drawn: [D]
-        int32 on the device, what the step in flight samples: pending tokens are taken from it."""
+        """Convert a plan of at least one row to tensors in `memory`.
+
+        Args:
+            dtype: of the products; it decides the padding.
+            drawn: [D] int32 on the device: tokens that the step in flight samples, the values of pending tokens.
+        """
         starts, counts, table = plan.starts, plan.counts, plan.block_table
         query_starts = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -84,13 +88,13 @@ class Batch:
 
 
 def padded(values: np.ndarray, least: int) -> np.ndarray:
-    """Repeat the last value until there are `least`."""
+    """Repeat the last value until there are at least `least` values."""
     return values if len(values) >= least else np.pad(values, (0, least - len(values)), mode="edge")
 
 
 def _pending(plan: Plan, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where among the padded tokens the pending ones stand, and which draws they are. Padding repeats the last token, also a
-    pending one."""
+    """Return the positions of the pending tokens among the padded tokens, and their draws. Padding repeats the last token,
+    which may be pending."""
     at, draws, tokens = plan.pending_tokens, plan.pending_draws, plan.num_tokens
     if len(at) and tokens < least and at[-1] == tokens - 1:
         at = np.concatenate([at, np.arange(tokens, least)])

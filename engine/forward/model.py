@@ -1,6 +1,7 @@
-"""A transformers causal language model: load it, make sure that our attention can serve it, run a step.
+"""A transformers causal language model: load it, check that our attention supports it, and run a step.
 
-Parameter names stay those of the trainer's model. Who computes its layers is the device's choice (`engine.devices`)."""
+Parameter names are those of the trainer's model. The device decides what runs the layers (`engine.devices`).
+"""
 
 from __future__ import annotations
 
@@ -23,62 +24,62 @@ from engine.kv.pages import KVGeometry, PagedKV
 from engine.memory import DeviceMemory
 from engine.weights.offload import OffloadedModel
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.forward")
 
 
 class UnsupportedModel(ValueError):
-    """The model asks for something that paged attention does not serve; the message names the model and the feature."""
+    """Paged attention does not support something that the model needs; the message names the model and the feature."""
 
 
 class BrokenModel(ValueError):
-    """The files of a model cannot be loaded as what they say they are; the message names the folder and what is wrong."""
+    """A model folder cannot be loaded; the message names the folder and the reason."""
 
 
 class NativeLayers(Protocol):
     """Runs the layers of a model in place of its module."""
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """Compute [S, vocabulary] logits of the tokens `batch.logits_at`."""
+        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
 
     def weights_moved(self) -> None:
-        """Take note that parameters lie elsewhere than before."""
+        """Update after parameters moved to other addresses."""
 
 
 class ExecutionPath(NamedTuple):
-    """Who computes a model, and what: a device's decision."""
+    """A device's choice of what runs a model, and its arithmetic."""
 
     decoder: NativeLayers | None
     """None: the module"""
     arithmetic: str
     """name of the products"""
     torch_bits: bool | None
-    """plain torch has the same bits, at every number of rows that was tried; None: nobody looked"""
+    """whether plain torch gives the same bits, at every number of rows that was tried; None: not compared"""
     why: str
-    """why not a better one, or why numbers depend on the batch; empty for the best there is"""
+    """reason why it is not a better one, or why results depend on the batch; empty for the best one"""
     batch_invariant: bool | None = None
-    """the layers gave a token the same bits alone and among others, at every number of rows that was tried; None: nobody
-    looked"""
+    """whether a token has the same bits alone and in larger batches, at every number of rows that was tried; None: not
+    compared"""
 
 
 class ModelLike(Protocol):
-    """What an engine needs of a model. `Model` is one; tests and benchmarks have smaller ones."""
+    """Interface of a model for an engine. `Model` implements it; tests and benchmarks have smaller implementations."""
 
     name: str
     vocab_size: int
     context: int
     """tokens of the longest sequence"""
     q_heads: int
-    """0 = not the same in all layers"""
+    """0: layers differ"""
     device: torch.device
     geometry: KVGeometry
     eos_token_ids: frozenset[int]
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """Compute [S, vocabulary] logits of the tokens `batch.logits_at`."""
+        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
 
 
 def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
-    """Load the model that a configuration names. Raises ValueError if it cannot be had or served so."""
+    """Load the model of a configuration. Raises ValueError if it cannot be loaded or is not supported."""
     dtype, offload = getattr(torch, config.dtype), config.weight_offload
     module = load_model(config.model, dtype, memory if offload is None else None)
     streamed = None if offload is None else OffloadedModel(module, config.model, offload, memory)
@@ -86,7 +87,11 @@ def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
 
 
 def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> PreTrainedModel:
-    """Load a model from a local folder; memory None: it stays in the pages of its files. Raises BrokenModel."""
+    """Load a model from a local folder. Raises BrokenModel.
+
+    Args:
+        memory: where to move it; None: it stays in the mapped pages of its files.
+    """
     _look_at_config(folder)
     try:
         with _reports_held_back():
@@ -94,11 +99,11 @@ def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> 
                 folder,
                 dtype=dtype,
                 local_files_only=True,
-                trust_remote_code=False,  # True runs what the folder brings, None asks on standard input
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                trust_remote_code=False,  # True runs the folder's code, None asks on standard input
+                ignore_mismatched_sizes=True,  # rejected below, by name
                 output_loading_info=True,
             )
-    except Exception as error:  # a dozen unrelated types; each says that this is no model
+    except Exception as error:  # a dozen unrelated types, all for invalid models
         raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
     _look_at_report(folder, report)
     if memory is None:
@@ -106,14 +111,14 @@ def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> 
     memory.own(model.parameters())
     try:
         return model.to(memory.device)
-    except (RuntimeError, ValueError) as error:  # no room for it, or quantised weights that stay where they are
+    except (RuntimeError, ValueError) as error:  # out of memory, or quantised weights that cannot move
         raise BrokenModel(f"model folder {folder!r} cannot be moved to {memory.device}: {in_one_line(error)}") from error
 
 
 def _look_at_config(folder: str) -> None:
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise BrokenModel(f"model folder {folder!r} has no config.json; give a folder that save_pretrained wrote")
+        raise BrokenModel(f"model folder {folder!r} has no config.json; pass a folder written by save_pretrained")
     try:
         config = json.loads(file.read_text())
         kind = config.get("model_type")
@@ -121,19 +126,19 @@ def _look_at_config(folder: str) -> None:
         raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
     if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BrokenModel(
-            f"model folder {folder!r} brings code of its own for model type {kind!r} (auto_map in config.json), which is not "
-            f"run; set model_type to one of transformers {transformers.__version__}, if the weights fit it"
+            f"model folder {folder!r} has its own code for model type {kind!r} (auto_map in config.json), which is never run; "
+            f"if the weights fit a model_type of transformers {transformers.__version__}, set that one"
         )
 
 
 def _look_at_report(folder: str, report: dict[str, Any]) -> None:
-    """Refuse weights that are not this model's, all of them: transformers would fill what is missing with random numbers. Ties
-    and what a model class declares to be ignored are no longer in its report."""
+    """Raise BrokenModel if weights are missing or unexpected: transformers would fill missing ones with random numbers. Ties,
+    and weights that a model class ignores, are not in its report."""
     kinds = ("missing", "unexpected", "mismatched")
     found = {kind: sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[f"{kind}_keys"]) for kind in kinds}
     if wrong := [f"{len(names)} {kind} ({_few(names)})" for kind, names in found.items() if names]:
         raise BrokenModel(
-            f"model folder {folder!r}: its weights are not those that its config.json describes: {', '.join(wrong)}; "
+            f"model folder {folder!r}: its weights do not match its config.json: {', '.join(wrong)}; "
             "save the model again with save_pretrained"
         )
 
@@ -144,8 +149,8 @@ def _few(names: list[str], most: int = 5) -> str:
 
 @contextmanager
 def _reports_held_back() -> Iterator[None]:
-    """transformers prints a table of what is wrong with weights; the error that follows says it. With that table held back, it
-    warns of layers that tensor parallelism would leave whole, which nobody asked for."""
+    """Silence two log messages of transformers: a table of invalid weights, which the error that follows reports, and then a
+    warning about layers that tensor parallelism would not split."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "distributed.tensor_parallel")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -158,30 +163,30 @@ def _reports_held_back() -> Iterator[None]:
 
 
 def in_one_line(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says."""
+    """Return the type of an error and the beginning of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def module_of(model: ModelLike) -> torch.nn.Module | None:
-    """Return the module whose tensors are the model's weights; None: it has none."""
+    """Return the module whose tensors are the model's weights; None: the model has no tensors."""
     return getattr(model, "module", None)
 
 
 def weights_moved(model: ModelLike) -> None:
-    """Tell the decoder of a model, if it has one, that parameters lie elsewhere than before."""
+    """Tell the decoder of a model, if it has one, that parameters have other addresses."""
     if isinstance(model, Model) and model.decoder is not None:
         model.decoder.weights_moved()
 
 
 def streamed_of(model: ModelLike) -> OffloadedModel | None:
-    """Return the offload of the model's layers; None: all are on the device."""
+    """Return the weight offload of a model; None: all layers are on the device."""
     return getattr(model, "streamed", None)
 
 
 class Model:
-    """A transformers model behind the attention seam. `streamed`: the offload of its layers. The module runs it until a device
-    says otherwise. Raises UnsupportedModel for what the seam does not serve."""
+    """A transformers model with paged attention. The module runs it until `run_by` sets a decoder. streamed: weight offload of
+    its layers. Raises UnsupportedModel if paged attention does not support it."""
 
     def __init__(self, module: PreTrainedModel, name: str, streamed: OffloadedModel | None = None) -> None:
         config = module.config.get_text_config()
@@ -194,10 +199,10 @@ class Model:
         self.device = module.device
         self.vocab_size, self.context = _sizes(module, config, name)
         self.asked = _probe(self.module, config, name)
-        """what each layer asks of its attention, by layer"""
+        """attention arguments of each layer"""
         heads = {layer["q_heads"] for layer in self.asked.values()}
         self.q_heads: int = heads.pop() if len(heads) == 1 else 0
-        """0 = not the same in all layers"""
+        """0: layers differ"""
         first = self.asked[0]
         widths = first["head_dim"], first["value_dim"]
         self.geometry = KVGeometry(
@@ -212,13 +217,13 @@ class Model:
         self.decoder = decoder
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """Compute [S, vocabulary] logits of the tokens `batch.logits_at`, by the decoder if there is one."""
+        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
         if self.decoder is None:
             return self.forward_transformers(batch, kv, backend)
         return self.decoder.forward(batch, kv, backend)
 
     def forward_transformers(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """Compute what `forward` does by the module's own forward."""
+        """Do the same as `forward` with the module's own forward."""
         output = self.module(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -231,7 +236,7 @@ class Model:
 
 
 def _refuse_config(config: Any, name: str) -> None:
-    """Raise UnsupportedModel for what a probe of the attention function would not show."""
+    """Raise UnsupportedModel for features that a probe of the attention function would not show."""
 
     def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
@@ -249,7 +254,7 @@ def _refuse_config(config: Any, name: str) -> None:
 
 
 def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
-    """Put our attention in place, run two tokens through the model and return what each layer asks of it, by layer."""
+    """Install our attention, run two tokens through the model, and return the attention arguments of each layer."""
     probe = AttentionProbe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
     try:
@@ -258,22 +263,20 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
             module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False, rollout=probe)
     except Exception as error:
         raise UnsupportedModel(
-            f"{name} ({config.model_type}): two tokens do not come through it with attention of our own: {in_one_line(error)}"
+            f"{name} ({config.model_type}): a forward of two tokens with our attention failed: {in_one_line(error)}"
         ) from error
     _refuse_layers(probe, config, name)
     return probe.layers
 
 
 def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
-    """Raise UnsupportedModel for attention that the seam does not serve."""
+    """Raise UnsupportedModel for attention that is not supported."""
 
     def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
 
     if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
-        refuse(
-            f"attention of {probe.calls[often[0]]} calls in layer {often[0]}, of which one would overwrite the KV of another,"
-        )
+        refuse(f"attention with {probe.calls[often[0]]} calls in layer {often[0]}, which would overwrite each other's KV,")
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         refuse(f"attention in {len(probe.layers)} of {config.num_hidden_layers} layers")
     first = probe.layers[0]
@@ -283,7 +286,7 @@ def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
         if asked["masked"]:
             refuse(f"an attention mask of its own in layer {layer}")
         if not asked["causal"]:
-            refuse(f"attention without causality in layer {layer}")
+            refuse(f"non-causal attention in layer {layer}")
         if asked["query_dim"] != asked["head_dim"]:
             refuse(f"queries of {asked['query_dim']} and keys of {asked['head_dim']} dimensions in layer {layer}")
         if asked["q_heads"] % asked["kv_heads"] or asked["value_heads"] != asked["kv_heads"]:
@@ -294,12 +297,12 @@ def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
 
 
 def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:
-    """Ids in the vocabulary, and positions of the context."""
+    """Return the size of the vocabulary and of the context."""
     try:
         vocabulary, context = module.get_input_embeddings().num_embeddings, config.max_position_embeddings
     except (AttributeError, NotImplementedError) as error:
         raise UnsupportedModel(
-            f"{name} ({config.model_type}): no vocabulary or length of context: {in_one_line(error)}"
+            f"{name} ({config.model_type}): its vocabulary or context length is unknown: {in_one_line(error)}"
         ) from error
     if not isinstance(context, int) or context < 2:
         raise UnsupportedModel(f"{name} ({config.model_type}): max_position_embeddings is {context!r}, not a number of tokens")

@@ -1,17 +1,17 @@
-"""Attention in plain torch on any device: the backend that the others are compared with.
+"""Attention in plain torch on any device: the reference for the other backends.
 
-Queries are cut into tiles of one fixed size (the last of a row is padded), and a tile meets its row's blocks one after the
-other with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022):
+Queries are split into tiles of a fixed size (the last tile of a row is padded). Each tile processes the blocks of its row in
+order, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022):
 
     for block b of the row:    scores  = q · Kᵀ        [tiles, kv_heads, TILE · group, block_size]
                                m', l', acc' from m, l, acc, scores, V
 
-Every product has the same shape whatever the batch, and a masked position adds exactly nothing; so a query's numbers do not
-depend on who else is in its tile or its batch, nor on how its prompt was chunked. Prefixes in common are read like
-any other block: `Batch.shared` is a hint that this backend does not need.
+All products have the same shape for every batch, and masked positions add exactly zero. So the result of a query depends
+neither on other queries of its tile or batch nor on the chunking of its prompt. Shared prefixes are read like other blocks;
+`Batch.shared` is not used.
 
-Inside a block: K and V as [kv_heads, block_size, width], each of its own width; in fp8 codes and scales (`engine.kv.pages`),
-which are numbers in fp32 again before they are multiplied.
+Layout in a block: K and V as [kv_heads, block_size, width], each with its own width; with fp8, codes and scales
+(`engine.kv.pages`), decoded to fp32 before the products.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class QueryTiles(NamedTuple):
     """N tiles of at most `tile` queries each, the same for all layers."""
 
     queries: torch.Tensor
-    """[N, tile] int64 token of the batch, T where there is none"""
+    """[N, tile] int64: token of the batch; T for padding"""
     positions: torch.Tensor
-    """[N, tile] int64 position of each query, -1 where there is none"""
+    """[N, tile] int64: position of each query; -1 for padding"""
     table: torch.Tensor
-    """[N, M] int64 device slots of the row's blocks"""
+    """[N, M] int64: device slots of the blocks of the row"""
     blocks: np.ndarray
-    """[N] blocks that the tile sees"""
+    """[N]: number of blocks that the tile attends to"""
     slots: torch.Tensor
-    """[T] where K and V go"""
+    """[T]: slots for K and V"""
 
 
 class ReferenceAttention:
     name = "reference"
 
     def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, QueryTiles]:
-        """Filled by head group size on first use, as layers may differ in query heads."""
+        """Return an empty cache: tiles are built at first use, per head group size, since layers may differ in query heads."""
         return {}
 
     def attend(
@@ -92,7 +92,7 @@ def attend_tiles(
         at = torch.from_numpy(np.flatnonzero(tiles.blocks > b)).to(q.device)
         k, v = keys.read(tiles.table[at, b]), values.read(tiles.table[at, b])
         where = torch.arange(b * size, (b + 1) * size, device=q.device)
-        # what lies behind the last visible token may be anything, NaN included
+        # slots after the last visible token may contain anything, including NaN
         unwritten = (where[None] > last[at, None])[:, None, :, None]
         k, v = k.masked_fill(unwritten, 0), v.masked_fill(unwritten, 0)
         seen = where <= position[at]

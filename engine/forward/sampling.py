@@ -1,9 +1,9 @@
-"""Logits to tokens and log-probs.
+"""Sampling: logits to tokens and log-probs.
 
-One uniform number for each (seed, sample index, position) from a counter-based generator, turned into a token by the
-inverse of the cumulative distribution: what a sample draws depends on its own logits alone, not on who stands beside it, and
-there is no generator state to save. Counter-based generators: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011); the mixing function is SplitMix64's finaliser (Steele et al., OOPSLA 2014).
+A counter-based generator gives one uniform number for each (seed, sample index, position), and the inverse of the cumulative
+distribution turns it into a token. So a sampled token depends only on its own logits, not on the rest of the batch, and there
+is no generator state to save. Counter-based generators: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
+the mixing function is SplitMix64's finaliser (Steele et al., OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from engine.forward.adjust import FAR, Adjust
 from engine.scheduling.plan import MaskedTokens, Plan, SampledTokens, TopLogprobs
 
 DISTRIBUTIONS = 64
-"""that torch works on at once: a vocabulary takes half a megabyte and more of each"""
+"""rows that torch processes together: each takes half a megabyte or more, for a whole vocabulary"""
 NUCLEUS = 512
-"""most likely tokens that nearly always hold top_p of the mass; the others are sorted only where they do not"""
+"""number of most likely tokens that nearly always hold top_p of the probability; a row is sorted only if they do not"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """How each of D draws is made. A row that forks into n children stands for n draws from one row of logits; one whose next
-    tokens are drafted or given for a draw from each of its rows of logits."""
+    """Parameters of D draws. A row that forks into n children has n draws from one row of logits; a row with draft or given
+    tokens has a draw from each of its rows of logits."""
 
     logits_row: np.ndarray
-    """[D] int64: the row of logits"""
+    """[D] int64: row of logits"""
     temperature: np.ndarray
     """[D] float32, 0 = greedy"""
     top_k: np.ndarray
@@ -40,19 +40,19 @@ class SamplingBatch:
     min_p: np.ndarray
     """[D] float32"""
     uniform: np.ndarray
-    """[D] float64 in [0, 1); -1 - t where nothing is drawn: the log-prob of the token t is wanted"""
+    """[D] float64 in [0, 1); or -1 - t: do not sample, return the log-prob of token t"""
     forbidden: list[tuple[int, list[int]]]
-    """(draw, tokens that min_tokens forbids)"""
+    """(draw, tokens forbidden by min_tokens)"""
     raw: bool
-    """somebody wants log-probs at temperature 1 without truncation"""
+    """whether any draw needs log-probs at temperature 1 without truncation"""
     top: np.ndarray | None = None
-    """[D] int64: so many most probable tokens are wanted; None: nobody wants any"""
+    """[D] int64: number of most probable tokens to return; None: 0 for all"""
     adjust: tuple[Adjust, ...] = ()
-    """draws from logits that are changed first"""
+    """draws from changed logits"""
 
     @staticmethod
     def build(plan: Plan) -> SamplingBatch:
-        """As the plan says."""
+        """Build the draws of a plan."""
         repeats = np.repeat(plan.samples // np.maximum(plan.logits, 1), plan.logits)
         sampling, drawn_at = plan.sampling, plan.positions.astype(np.uint64)
         own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -68,7 +68,7 @@ class SamplingBatch:
         )
 
     def only(self, draws: np.ndarray) -> SamplingBatch:
-        """Take some draws, [N] int64 ascending, as a batch of their own, without what changes their logits."""
+        """Return some draws, [N] int64 ascending, as a batch, without their changes of logits."""
         columns = {
             name: getattr(self, name)[draws] for name in ("logits_row", "temperature", "top_k", "top_p", "min_p", "uniform")
         }
@@ -79,19 +79,19 @@ class SamplingBatch:
 
 
 class PendingTokens(NamedTuple):
-    """Draws that were launched, not read."""
+    """Draws that were launched and not read."""
 
     tokens: torch.Tensor
-    """[D] int32 on the device of the logits: the next step's input"""
+    """[D] int32 on the device of the logits, input of the next step"""
     read: Callable[[], SampledTokens]
-    """waits for them"""
+    """waits for the result"""
 
 
 class DrawKernel(Protocol):
-    """What draws on a device: `engine.cpu.kernels.Kernels`, the module `engine.cuda.sampling`."""
+    """Samples on a device: `engine.cpu.kernels.Kernels`, or the module `engine.cuda.sampling`."""
 
     def fits(self, logits: torch.Tensor) -> bool:
-        """Tell whether it takes logits of this dtype and vocabulary."""
+        """Return whether it supports logits of this dtype and vocabulary."""
 
     def launch(
         self,
@@ -103,14 +103,22 @@ class DrawKernel(Protocol):
         cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
-        """Begin D ≥ 1 draws by inverse CDF from [S, V] logits. row [D] int64, temperature [D] float32 (0 = greedy), uniform [D]
-        float64 in [0, 1), or -1 - t for the token t without a draw, top [D] int64 (how many most probable tokens each wants).
-        Returns [D] int32 tokens on the device of the logits, and what waits for the draws; `raw` asks for log-probs at
-        temperature 1."""
+        """Launch D ≥ 1 draws by inverse CDF from [S, V] logits.
+
+        Args:
+            row: [D] int64.
+            temperature: [D] float32, 0 = greedy.
+            uniform: [D] float64 in [0, 1), or -1 - t: return token t.
+            raw: also return log-probs at temperature 1.
+            top: [D] int64, number of most probable tokens to return.
+
+        Returns:
+            [D] int32 tokens on the device of the logits, and a function that waits for the result.
+        """
 
 
 def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """[D] float64 in [0, 1) for [D] uint64 seeds, sample indices and positions."""
+    """Return [D] float64 in [0, 1) for [D] uint64 seeds, sample indices and positions."""
     with np.errstate(over="ignore"):
         bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
         bits = _mix(bits ^ (index * np.uint64(0xD1B54A32D192ED03)))
@@ -127,11 +135,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> PendingTokens:
-    """Draw D tokens from [S, V] logits of any float dtype: by the kernel of their device, by plain torch where there is none or
-    it does not take them. On a GPU the host waits for a kernel's draws only when it reads them.
+    """Sample D tokens from [S, V] logits of any float dtype: with `kernel` if it supports them, else with plain torch. On a GPU
+    the host does not wait until it reads the result.
 
-    Each draw's arithmetic stands for itself and depends on its own sampling parameters alone. Log-probs are `log_softmax`'s of
-    what is left of the scaled logits: on the CPU to the bit, where `Kernels.torch_logprobs`."""
+    Each draw is computed alone and depends only on its own sampling parameters. Log-probs are `log_softmax` of the scaled,
+    truncated logits; on the CPU to the bit if `Kernels.torch_logprobs`."""
     if batch.adjust:
         return _launch_adjusted(logits, batch, kernel)
     if kernel is None or not len(batch.logits_row) or not kernel.fits(logits):
@@ -142,8 +150,7 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel 
 
 
 def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None) -> PendingTokens:
-    """Draw from changed rows apart from all others. Log-probs at temperature 1 without truncation stay those of the model's own
-    logits."""
+    """Sample from changed rows separately. Log-probs at temperature 1 without truncation remain those of the model's logits."""
     draws = len(batch.logits_row)
     others = np.setdiff1d(np.arange(draws), np.concatenate([adjust.draws for adjust in batch.adjust]))
     parts = [(adjust.draws, _launch_changed(logits, batch, adjust, kernel)) for adjust in batch.adjust]
@@ -171,7 +178,7 @@ def _launch_changed(logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, 
 
 
 def _without_far(drawn: SampledTokens) -> SampledTokens:
-    """Give what is not allowed no place among the most probable tokens, and no log-prob."""
+    """Remove tokens that are not allowed from the most probable ones, and set their log-probs to -inf."""
     drawn = drawn._replace(logprobs=np.where(drawn.logprobs < FAR, -np.inf, drawn.logprobs).astype(np.float32))
     if drawn.top is None:
         return drawn
@@ -181,7 +188,7 @@ def _without_far(drawn: SampledTokens) -> SampledTokens:
 
 
 def merged(parts: list[tuple[np.ndarray, SampledTokens]]) -> SampledTokens:
-    """Join parts of a step, each with the numbers of its draws, in the order of these."""
+    """Join parts of a step, each with its draw numbers, in the order of the draws."""
     back = np.argsort(np.concatenate([draws for draws, _ in parts]))
     *columns, tops = zip(*(drawn for _, drawn in parts), strict=True)
     whole: list[Any] = [None if column[0] is None else np.concatenate(column)[back] for column in columns]
@@ -203,25 +210,25 @@ def _merged_top(parts: list[tuple[int, TopLogprobs | None]], back: np.ndarray) -
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> SampledTokens:
-    """Draw as `launch_draws` does, and wait for the result."""
+    """Sample as `launch_draws` does, and wait for the result."""
     return launch_draws(logits, batch, kernel).read()
 
 
 def _cuts(batch: SamplingBatch) -> MaskedTokens | None:
-    """None: no draw leaves anything out."""
+    """Return the truncation of the draws; None: no draw is truncated."""
     some = _truncated(batch)
     some[[draw for draw, _ in batch.forbidden]] = True
     return MaskedTokens(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
 
 
 def _truncated(batch: SamplingBatch) -> np.ndarray:
-    """[draws] bool: top_k, top_p or min_p may leave tokens out."""
+    """Return [draws] bool: top_k, top_p or min_p may exclude tokens."""
     cut: np.ndarray = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
     return cut
 
 
 def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Draws from the same distribution (a fork) share the work on it."""
+    """Sample with plain torch. Draws from the same distribution (a fork) share its computation."""
     draws = len(batch.logits_row)
     if not draws:
         empty = np.zeros(0, np.float32)
@@ -247,7 +254,7 @@ def _draw(
     which: np.ndarray,
     uniform: np.ndarray,
 ) -> SampledTokens:
-    """[D] draws, each from the distribution that draw number `like[which]` has. Softmax and cumulative sum run along the
+    """Return [D] draws, each from the distribution of draw number `like[which]`. Softmax and cumulative sum run along the
     vocabulary, row by row."""
     device = logits.device
     logits = logits[torch.from_numpy(batch.logits_row[like]).to(device)].float()
@@ -280,8 +287,8 @@ def _draw(
 
 
 def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndarray, most: int) -> TopLogprobs:
-    """Of [C, V] scaled logits, -inf where they are left out: the `wanted` [C] largest of each, of equal ones the lower id, in
-    `most` columns. Compared are integers, the number's bits over those of the id, so that no two are equal."""
+    """Return the `wanted` [C] largest of [C, V] scaled logits (-inf: excluded) in `most` columns; of equal ones, the lower id
+    first. Compares integers made of the bits of the number and of the id, so that no two are equal."""
     vocabulary = scaled.shape[-1]
     bits = (scaled + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -296,13 +303,13 @@ def _most_probable(scaled: torch.Tensor, logprobs: torch.Tensor, wanted: np.ndar
 
 
 def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """[D] tokens of the distributions `logprobs[row]`: the first whose cumulative probability exceeds u times the total. Double
-    precision, as the sum runs over a whole vocabulary."""
+    """Return [D] tokens of the distributions `logprobs[row]`: the first token whose cumulative probability exceeds u times the
+    total. In double precision, since the sum runs over a whole vocabulary."""
     probabilities = logprobs.exp()
     total = probabilities.cumsum(-1, dtype=torch.float64)
     order = row.argsort(stable=True)
     counts = row.bincount(minlength=len(total))
-    column = torch.empty_like(row)  # of a draw among those of its distribution
+    column = torch.empty_like(row)  # index of a draw among those of its distribution
     column[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row[order]]
     targets = total.new_zeros(len(total), int(counts.max()))
     targets[row, column] = u * total[row, -1]
@@ -312,8 +319,8 @@ def _inverse_cdf(logprobs: torch.Tensor, row: torch.Tensor, u: torch.Tensor) -> 
 
 
 def _truncate(scaled: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> torch.Tensor:
-    """[C, V] scaled logits of the draws `rows`, each cut as it asks to top_k, then min_p, then top_p of what those leave; what
-    is cut is -inf. Ties with the last token that is kept are kept too. Compared are weights, exp(logit - largest)."""
+    """Return [C, V] scaled logits of the draws `rows`, truncated to top_k, then min_p, then top_p of the rest; excluded logits
+    are -inf. Ties with the last included token are included. Compares weights, exp(logit - largest)."""
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
     least = torch.from_numpy(batch.min_p[rows]).to(scaled.device)[:, None]
 
@@ -334,7 +341,7 @@ def _kth_best(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus_edge(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The weight of the least likely token of the smallest set that holds at least top_p of all."""
+    """Return the weight of the least likely token of the smallest set with at least top_p of the probability."""
     vocabulary = weights.shape[-1]
     wanted = top_p.double() * weights.sum(-1, keepdim=True, dtype=torch.float64)
     edge, held = _edge_among(weights.topk(min(NUCLEUS, vocabulary), -1).values, wanted)
@@ -345,7 +352,7 @@ def _nucleus_edge(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _edge_among(ordered: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The edge if it is among these, the largest ones in order; and what they hold."""
+    """Return that weight if it is among `ordered`, the largest weights in order; and the sum of these."""
     held = ordered.cumsum(-1, dtype=torch.float64)
     kept = (held - ordered < wanted).sum(-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, kept - 1), held[:, -1]

@@ -1,22 +1,22 @@
-"""The judge of the seam: does the engine compute what the module computes by itself?
+"""Self-check at load: compares the engine's log-probs with those of the module's own forward. A silent mismatch would show up
+only as a policy that fails to learn.
 
-Once, when an engine is made, a few short texts go both ways:
+When an engine is made, a few short texts are computed in two ways:
 
-    the engine's way     a prompt in two chunks and behind another row, paged KV, the engine's own backend, the native decoder
-                         if there is one
-    the plain way        the whole text alone, transformers' own eager attention, masks and positions
+    engine      a prompt in two chunks after another row, paged KV, the engine's backend, the native decoder if there is one
+    plain       the whole text alone, transformers' own eager attention, masks and positions
 
-and the distributions of the next token must agree. Three texts, each for a kind of mistake that is silent otherwise:
+The distributions of the next token must agree. Each of three texts detects a kind of mistake that would be silent:
 
-    short                positions that the module counts by itself instead of taking them, attention that is called otherwise
-                         than its probe saw, logits that are not those of the tokens asked for
-    at the end           the last positions of the context, where position scales queries or frequencies. The plain way has a
-                         cache that claims to hold all tokens before, and gives none of them back
-    narrowed windows     the same text with every window of the configuration and of the layers made narrower than it, so that
-                         a window of 4,096 is judged by a hundred tokens; a window that only the mask knows shows
+    short                a module that counts positions itself instead of using the given ones, attention that is called
+                         otherwise than its probe saw, logits of other tokens than asked for
+    at the end           scaling of queries or frequencies that depends on the position: the last positions of the context. The
+                         plain forward has a cache that claims to hold all earlier tokens and returns none of them
+    narrowed windows     a window that only the mask has: the short text with every window of the configuration and of the
+                         layers narrowed, so that a hundred tokens test a window of 4,096
 
-Where the two differ by more than rounding the model is refused: what is served wrong looks like a policy that does not learn.
-KV is in the model's dtype for that. Where it is kept in fp8, what that changes of the short text is told after it.
+If they differ by more than rounding, the model is rejected. The check stores KV in the model's dtype. If the engine stores it
+in fp8, the check also logs the effect of fp8 on the short text.
 """
 
 from __future__ import annotations
@@ -39,28 +39,29 @@ from engine.kv.pages import KVGeometry, PagedKV
 from engine.memory import DeviceMemory
 from engine.scheduling.plan import plan_by_hand
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.forward")
 
 TOKENS = 96
-"""of a text"""
+"""length of a text"""
 BESIDE = 7
-"""tokens of the row in front of it"""
+"""tokens of the row before it"""
 LOOK_EVERY = 5
-"""positions from one whose logits are compared to the next"""
+"""distance of the positions whose logits are compared"""
 NARROW = 16
-"""a window, in tokens, that these texts go far beyond"""
+"""width of a narrowed window, in tokens; the texts are much longer"""
 TRIES = 3
-"""texts that may differ before a model is refused: rounding sends a token to another expert now and then, a mistake shows in
-every text"""
+"""texts that must differ before a model is rejected: rounding sometimes routes a token to another expert, while a mistake shows
+in every text"""
 SPREAD = 4.0
-"""× what rounding every input embedding the other way does: the noise of one rounding that passes through the whole model.
-An engine rounds in each layer what the module rounds elsewhere, so it may differ by the root of their number, and some"""
+"""× the effect of rounding every input embedding the other way, which is the noise of one rounding through the whole model. The
+engine and the module round differently in each layer, so they may differ by the square root of the number of layers, and some
+margin"""
 LEAST = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
-"""× the mean logit: a difference that is rounding, whatever the spread"""
+"""× the mean logit: differences up to this are rounding, for any spread"""
 
 
 class ForwardPath(NamedTuple):
-    """How a text goes through the model: at which first position, through which forward of the engine."""
+    """Forward of the engine to check, and the first position of the text."""
 
     first: int
     forward: Callable[[Batch, PagedKV, Backend], torch.Tensor]
@@ -73,15 +74,15 @@ class LoadedModel(NamedTuple):
     backend: Backend
     block_size: int
     most_tokens: int
-    """of one step"""
+    """largest step, in tokens"""
     memory: DeviceMemory
     kept: KVGeometry
-    """of the pools"""
+    """geometry of the KV pools"""
 
 
 def judge(served: LoadedModel) -> None:
-    """Compare the engine's way with the plain one. Raises UnsupportedModel with the difference, or with the reason why the
-    comparison cannot be made."""
+    """Compare the engine with the plain forward. Raises UnsupportedModel with the difference, or with the reason why they
+    cannot be compared."""
     began, model = time.perf_counter(), served.model
     windows = _windows(model.module)
     try:
@@ -102,7 +103,7 @@ def judge(served: LoadedModel) -> None:
             f"{model.name} ({model.module.config.model_type}): its own forward and the engine's cannot be compared: "
             f"{in_one_line(error)}"
         ) from error
-    log.info("computes what its plain forward does model=%s seconds=%.1f", model.name, time.perf_counter() - began)
+    log.info("self-check passed model=%s seconds=%.1f", model.name, time.perf_counter() - began)
     if served.kept.fp8:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             ids = _text(model, 0)
@@ -111,7 +112,7 @@ def judge(served: LoadedModel) -> None:
 
 
 def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemory, backend: Backend) -> None:
-    """Attend with rows of one and of some tokens, in the shapes of each kind of layer, to KV that is `kept` so. Raises
+    """Attend with rows of one and of several tokens, in the shapes of each kind of layer, to KV of geometry `kept`. Raises
     CannotAttend."""
     geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW - 1)]
     if geometry.head_dim != geometry.value_dim and backend.name != "reference":
@@ -134,7 +135,7 @@ def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemor
 
 
 def _agree(served: LoadedModel, way: ForwardPath, where: str) -> None:
-    """Raise UnsupportedModel unless one of TRIES texts comes out alike."""
+    """Raise UnsupportedModel if all of TRIES texts differ."""
     model, worst = served.model, (0.0, 0.0)
     for seed in range(TRIES):
         ids = _text(model, seed)
@@ -150,19 +151,19 @@ def _agree(served: LoadedModel, way: ForwardPath, where: str) -> None:
             return
         worst = difference, allowed
     raise UnsupportedModel(
-        f"{model.name} ({model.module.config.model_type}): the engine computes something else than the model's own forward"
-        f"{where}: log-probs differ by {worst[0]:.1e} on average, where rounding explains {worst[1]:.1e}"
+        f"{model.name} ({model.module.config.model_type}): the engine's log-probs differ from those of the model's own forward"
+        f"{where}: by {worst[0]:.1e} on average, of which rounding explains {worst[1]:.1e}"
     )
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean difference of log-probs; infinite where something is no number."""
+    """Return the mean difference of log-probs; infinity if one is not finite."""
     difference = float((one - other).abs().mean())
     return difference if np.isfinite(difference) else float("inf")
 
 
 def _text(model: Model, seed: int) -> torch.Tensor:
-    """[tokens] ids; from the middle of the vocabulary, as its ends hold what stands for images and padding."""
+    """Return [tokens] ids from the middle of the vocabulary; its ends have ids for images and padding."""
     low, high = model.vocab_size // 8, max(model.vocab_size // 2, model.vocab_size // 8 + 1)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high, (min(TOKENS, model.context),), generator=generator)
@@ -173,7 +174,7 @@ def _looked_at(tokens: int) -> torch.Tensor:
 
 
 class _Forgetful(DynamicCache):  # type: ignore[misc]
-    """A cache that claims to hold `first` tokens and gives back only what it is handed."""
+    """A cache that claims to hold `first` tokens and returns only the new ones."""
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class _Forgetful(DynamicCache):  # type: ignore[misc]
 
 
 def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """[looked at, vocabulary] fp32 log-probs by the module as it is, which counts positions itself."""
+    """Return [compared positions, vocabulary] fp32 log-probs of the unmodified module, which counts positions itself."""
     arguments = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
     with _own_attention(model.module):
         output = model.module(input_ids=ids[None].to(model.device), **arguments)
@@ -202,8 +203,8 @@ def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGeometry) -> torch.Tensor:
-    """[looked at, vocabulary] fp32 log-probs as the engine computes them: in two chunks or more, behind another row, from KV
-    that is `kept` so."""
+    """Return [compared positions, vocabulary] fp32 log-probs of the engine: in two chunks or more, after another row, from KV
+    of geometry `kept`."""
     backend, block_size = served.backend, served.block_size
     blocks = -(-len(ids) // block_size)
     kv = PagedKV(kept, block_size, 2 * blocks, 0, served.memory)
@@ -223,8 +224,8 @@ def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGe
 def _batch(
     served: LoadedModel, ids: torch.Tensor, rows: list[tuple[int, int]], first: int, tables: np.ndarray, wanted: torch.Tensor
 ) -> Batch:
-    """The batch of two rows (start, count) of this text, at positions from `first` on in the eyes of the model, that wants the
-    logits of the tokens `wanted`. The KV of what would stand before is not there, for either way."""
+    """Build the batch of two rows (start, count) of this text, at model positions from `first` on, with logits of the tokens
+    `wanted`. KV of earlier positions does not exist, in either way."""
     size, dtype = served.block_size, served.model.geometry.dtype
     blocks = -(-max(start + count for start, count in rows) // size)
     starts, counts = (np.array(each, np.int32) for each in zip(*rows, strict=True))
@@ -238,8 +239,8 @@ def _batch(
 
 @contextmanager
 def _own_attention(module: Any) -> Iterator[None]:
-    """Meanwhile the module attends by itself. A model may be put together of others, of which some have our attention: so each
-    configuration gets its own back, the inner ones last, as the outer ones hand theirs down."""
+    """Let the module use its own attention for a while. A model may contain submodels with their own configurations, so each
+    configuration gets its own value back, inner ones last, since outer ones pass theirs down."""
     configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
     names = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in names:
@@ -253,7 +254,7 @@ def _own_attention(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _rounded_otherwise(module: Any, seed: int) -> Iterator[None]:
-    """Meanwhile input embeddings are a rounding away from what they are."""
+    """Change the input embeddings by one rounding for a while."""
 
     def disturb(embeddings: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -268,7 +269,7 @@ def _rounded_otherwise(module: Any, seed: int) -> Iterator[None]:
 
 
 def _windows(module: torch.nn.Module) -> list[tuple[Any, str, int]]:
-    """Where a window wider than NARROW is kept, in configurations and layers: (holder, attribute, width)."""
+    """Find windows wider than NARROW in configurations and layers: (holder, attribute, width)."""
     holders: dict[int, Any] = {}
     for each in module.modules():
         for holder in (each, getattr(each, "config", None)):

@@ -1,4 +1,4 @@
-"""Block, BlockPool (the slots of one memory) and Moves (the copies of KV of one step)."""
+"""Block, BlockPool (the slots of one memory) and BlockCopies (the KV copies of one step)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from engine.kv.versions import Versions
 
 
 class OutOfBlocks(Exception):
-    """No free slot and nothing that may be evicted. The scheduler preempts a sequence, or waits."""
+    """No slot is free and no block can be evicted. The scheduler preempts a sequence, or waits."""
 
 
 class Block:
-    """One block of KV and its homes. `engine.kv.store` draws the states."""
+    """One block of KV: its slots on the device and in host memory, its reference counts and its key. `engine.kv.store` lists
+    the states."""
 
     __slots__ = ("device", "host", "owners", "users", "content", "key", "version", "later")
 
@@ -26,13 +27,13 @@ class Block:
         self.owners = 1
         self.users = 1
         self.content: bytes | None = None
-        """hash of its tokens and of all before it, set once it is full"""
+        """hash of its tokens and of all tokens before it; None until the block is full"""
         self.key: bytes | None = None
-        """the same with the versions of its own tokens"""
+        """hash of `content` and of the weight versions that computed its own tokens"""
         self.version = version
-        """weights that computed its first token: the oldest ones"""
+        """weight version that computed its first token, the oldest version in it"""
         self.later: Versions = ()
-        """where others went on: (first token of theirs in the block, version)"""
+        """(first token in the block, version) of each later span that another version computed"""
 
     @property
     def lost(self) -> bool:
@@ -40,24 +41,24 @@ class Block:
 
     @property
     def versions(self) -> Versions:
-        """Weights that computed its tokens, by spans of them."""
+        """All spans of the block: (first token, weight version), ascending."""
         return (0, self.version), *self.later
 
     def write(self, first: int, version: int) -> None:
-        """Note that `version` computes its tokens from `first` on, which is not the block's first one."""
+        """Record that `version` computes the block's tokens from `first` > 0 on."""
         before = tuple(span for span in self.later if span[0] < first)
         went_on = (before[-1][1] if before else self.version) == version
         self.later = before if went_on else (*before, (first, version))
 
 
 class BlockPool:
-    """Slots of one memory: the device's or the host's. `holder[slot]` is the block that lives there."""
+    """Slots of one memory, on the device or on the host. `holder[slot]` is the block in a slot, or None."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.holder: list[Block | None] = [None] * size
         self._free = deque(range(size - 1, -1, -1))
-        """the last one is taken next"""
+        """free slots; allocated from the right end"""
 
     @property
     def free(self) -> int:
@@ -74,7 +75,7 @@ class BlockPool:
         return self._free.pop()
 
     def release(self, slot: int, read: bool = False) -> None:
-        """Free a slot. read: this step still copies from it, so that all others are taken before."""
+        """Free a slot. read: a copy of this step still reads it, so it is allocated again only after all other free slots."""
         assert self.holder[slot] is not None, f"slot {slot} released twice"
         self.holder[slot] = None
         if read:
@@ -84,23 +85,23 @@ class BlockPool:
 
 
 class Spans(NamedTuple):
-    """Positions that the rows of a step compute, and where their blocks lie."""
+    """Token positions that the rows of a step compute, and the device slots of their blocks."""
 
     block_table: np.ndarray
-    """[R, M]: device slots of each row's blocks"""
+    """[R, M]: device slots of the blocks of each row"""
     starts: np.ndarray
-    """[R]: of the first position of a row"""
+    """[R]: first position that each row computes"""
     ends: np.ndarray
-    """[R]: behind the last one"""
+    """[R]: one past the last position that each row computes"""
 
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Every copy of one step, as (source slot, destination slot). What they leave is as if they ran in this order, all sources
-    of a list before its destinations: offloads device → host, restores host → device, copies device → device, mirrors device
-    → host, prefetches host → device. So a slot that an offload gives up may be the destination of a restore or copy of the same
-    step, and a block may be restored and then copied. The step's compute needs neither the mirrors, whose blocks stay on the
-    device, nor the prefetches, whose blocks the next step may read."""
+    """All KV copies of one step, as (source slot, destination slot). The result is as if the lists ran in this order, and each
+    list read all of its sources before it wrote: offloads (device → host), restores (host → device), copies (device → device),
+    mirrors (device → host), prefetches (host → device). So a restore or copy may write the slot that an offload of the same
+    step frees, and a block may be restored and then copied. The step's compute does not depend on mirrors, whose blocks stay on
+    the device, nor on prefetches, whose blocks only later steps read."""
 
     offloads: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
@@ -113,5 +114,5 @@ class BlockCopies:
 
     @property
     def blocks(self) -> int:
-        """copied in all"""
+        """Number of copied blocks."""
         return sum(map(len, (self.offloads, self.restores, self.copies, self.mirrors, self.prefetches)))

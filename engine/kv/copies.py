@@ -1,6 +1,7 @@
-"""When the copies of a step run: in line with the compute, or beside it on two streams of their own.
+"""Copy engines: run the KV copies of a step in line with the compute (`SyncCopies`), or on two streams of their own
+(`StreamCopies`).
 
-Both lanes do what `BlockCopies` promises: the bytes are those of all copies in their order, each step's before its compute.
+Both give the result that `BlockCopies` defines: each step's copies before its compute.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 from engine.kv.block import BlockCopies, Spans
 
 Pairs = list[tuple[int, int]]
-"""(source slot, destination slot) each"""
+"""(source slot, destination slot) of each copy"""
 
 
 class Copied(NamedTuple):
-    """Copies whose end is known."""
+    """Number and duration of finished copies."""
 
     blocks: int
     seconds: float
 
 
 class Copy(NamedTuple):
-    """What copies blocks, on the stream that is current."""
+    """Functions that copy blocks on the current stream."""
 
     out: Callable[[Pairs], None]
     """device to host"""
@@ -39,18 +40,18 @@ class Copy(NamedTuple):
 
 
 class SlotClaims(Protocol):
-    """Device slots that some compute uses."""
+    """Device slots that some compute reads or writes."""
 
     def reads(self, slots: np.ndarray) -> bool:
-        """Return whether it may read one of these, or write it."""
+        """Return whether the compute may read or write one of these slots."""
 
     def writes(self, slots: np.ndarray) -> bool:
-        """Return whether it may write one of these."""
+        """Return whether the compute may write one of these slots."""
 
 
 class StepClaims:
-    """Claims of a step: blocks that hold positions below its ends are read, those from its starts on written. slots: of the
-    device."""
+    """Slots of a step: it reads the blocks of all positions before its ends, and writes those from its starts on. slots: size
+    of the device pool."""
 
     def __init__(self, slots: int, block_size: int, spans: Spans) -> None:
         self._slots, self._table = slots, spans.block_table
@@ -64,7 +65,7 @@ class StepClaims:
 
     @cached_property
     def _read(self) -> np.ndarray:
-        """[slots] bool; written ones are among them"""
+        """[slots] bool; includes the written slots"""
         return self._from(np.zeros_like(self._first))
 
     @cached_property
@@ -79,7 +80,7 @@ class StepClaims:
 
 
 class DeviceCopies(NamedTuple):
-    """Claims of copies on the device."""
+    """Slots of copies on the device."""
 
     pairs: Pairs
 
@@ -91,7 +92,7 @@ class DeviceCopies(NamedTuple):
 
 
 class AllSlots:
-    """Claims of whatever may use any slot."""
+    """Conservative claim: may read or write any slot."""
 
     def reads(self, slots: np.ndarray) -> bool:
         return True
@@ -102,17 +103,20 @@ class AllSlots:
 
 class CopyEngine(Protocol):
     def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
-        """Run the copies of a step. uses: of the compute that is issued between this call and the next one. Returns the copies
-        that have ended since the last call."""
+        """Run the copies of a step. Returns the copies that finished since the last call.
+
+        Args:
+            uses: slots of the compute that is launched after this call and before the next one.
+        """
         ...
 
     def finish(self) -> None:
-        """Wait on the host until no copy is under way."""
+        """Wait on the host until all copies have finished."""
         ...
 
 
 class SyncCopies:
-    """For devices whose copies and compute take turns anyway."""
+    """Runs copies and compute one after the other."""
 
     def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         started = time.perf_counter()
@@ -128,26 +132,25 @@ class SyncCopies:
 
 
 class IssuedCopies(NamedTuple):
-    """Copies of one list between device and host."""
+    """Copies of one list between device and host, and the events at their start and end."""
 
     device: np.ndarray
-    """slots there"""
+    """device slots"""
     host: frozenset[int]
-    """slots there"""
+    """host slots"""
     began: Any
     ended: Any
-    """events"""
 
 
 class CopyStream:
-    """One direction between device and host: a stream, and its copies that are not known to have ended, oldest first."""
+    """A stream for one direction between device and host, and its copies in flight, oldest first."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.under_way: deque[IssuedCopies] = deque()
 
     def ended(self) -> Copied:
-        """Forget copies that have ended. Returns what they took."""
+        """Remove copies that have finished. Returns their number and duration."""
         blocks, seconds = 0, 0.0
         while self.under_way and self.under_way[0].ended.query():
             issued = self.under_way.popleft()
@@ -157,16 +160,18 @@ class CopyStream:
 
 
 class StreamCopies:
-    """Two CUDA streams for copies, one out of the device and one into it; copies on the device are the compute's.
+    """Runs copies on two CUDA streams, one per direction; copies within the device run on the compute stream.
 
         compute  … step k ─────────┤ within ─ step k + 1 ──────────┤ …
         out        offloads ─ mirrors ─┤  offloads ─ mirrors ─┤
         into            restores ─ prefetches ─┤  restores ─┤
 
-    A copy waits for a step, a step for a copy and one copy for another where they use the same slot and one of them writes it,
-    and for nothing else. So nothing waits for what lies in full blocks that stay (mirrors), in slots that were free before
-    (prefetches), or in slots that nobody takes yet. Order comes from events, no call waits on the host. `cuda` is torch.cuda;
-    tests have another one.
+    A copy and a step, or two copies, wait for each other only if they use the same slot and one of them writes it. So nothing
+    waits for mirrors (full blocks do not change), for prefetches (into slots that were free), or for offloads whose slot is not
+    reused yet. Events order the streams; no call blocks the host.
+
+    Args:
+        cuda: torch.cuda, or a stand-in for tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -174,9 +179,9 @@ class StreamCopies:
         self._cuda = cuda
         self._out, self._into = CopyStream(cuda.Stream(device)), CopyStream(cuda.Stream(device))
         self._before: Any = None
-        """event in front of the newest step; copies wait for all that is older"""
+        """event before the newest step; copies wait for all older work"""
         self._newest: list[SlotClaims] = [AllSlots()]
-        """of that step, and of the copies on the device that were issued with it"""
+        """slots of the newest step, and of the copies on the device launched with it"""
 
     def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         compute = self._cuda.current_stream(self._device)
@@ -199,12 +204,13 @@ class StreamCopies:
     def finish(self) -> None:
         for way in (self._out, self._into):
             way.stream.synchronize()
-        self._newest = [AllSlots()]  # what comes now is no step
+        self._newest = [AllSlots()]  # the following compute is not a step
 
     def _issue(
         self, way: CopyStream, copy: Callable[[Pairs], None], pairs: Pairs, spans: Iterable[tuple[Any, SlotClaims]]
     ) -> None:
-        """Copy beside the compute, of which `spans` have the claims, up to an event each."""
+        """Launch copies on a stream. They wait for work that uses the same slots. spans: earlier compute, as (event at its end,
+        its slots)."""
         if not pairs:
             return
         outwards = way is self._out
@@ -226,7 +232,7 @@ class StreamCopies:
                 way.under_way.append(IssuedCopies(device, host, began, ended))
 
     def _hold(self, compute: Any, claims: SlotClaims) -> None:
-        """Let the compute that comes wait for the copies that it needs, or that need what it writes."""
+        """Let the compute that follows wait for the copies that write slots it uses, or read slots it writes."""
         for issued in self._into.under_way:
             if claims.reads(issued.device):
                 compute.wait_event(issued.ended)

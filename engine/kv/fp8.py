@@ -1,12 +1,12 @@
-"""K and V in one byte a number: e4m3 (OCP FP8: four bits of exponent, three of mantissa, at most 448), with a scale for each
-token and head.
+"""KV with one byte per number: e4m3 (OCP FP8: four exponent bits, three mantissa bits, at most 448), and one scale per token
+and head.
 
-    scale    the largest of the numbers / 448, in bf16
+    scale    largest magnitude / 448, in bf16
     code     number · (1 / scale), rounded to e4m3
 
-What is stored of a token follows from its own K and V, so it does not depend on who was computed beside it; and every rounding
-is to the nearest and written here, so all devices store the same bytes. The scale is 0 in memory where nothing was written.
-Numbers that are not finite are kept as 0 with an infinite scale: whatever reads them is NaN.
+The stored bytes of a token depend only on its own K and V, not on the rest of the batch. Every rounding is to nearest and
+defined here, so all devices store the same bytes. Slots that were never written have scale 0. If a number is not finite, the
+code is 0 and the scale infinite, so that reading it gives NaN.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from __future__ import annotations
 import torch
 
 SCALE_BYTES = 4
-"""of K and V of one token and head: two scales, side by side"""
+"""bytes of the two bf16 scales, of K and of V, per token and head"""
 SHARE_OF_MOST = 1 / 448
 LEAST_SCALE = 2.0**-126
-"""so that dividing by it gives a number"""
+"""smallest scale, so that 1 / scale is finite"""
 
 
 def encode(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [..., width] as uint8, and scales [...] in bf16, of numbers [..., width] in any float dtype."""
+    """Return codes [..., width] uint8 and scales [...] bf16 of numbers [..., width] of any float dtype."""
     wide = numbers.float()
     largest = wide.abs().amax(-1)
     scale = (largest * SHARE_OF_MOST).clamp(min=LEAST_SCALE).bfloat16()
     scale = torch.where(largest.isfinite(), scale, torch.inf)
-    factor = (1 / scale.float())[..., None]  # 0 of an infinite scale
+    factor = (1 / scale.float())[..., None]  # 0 if the scale is infinite
     return torch.where(factor > 0, wide * factor, 0).to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the numbers [..., width] in fp32 of what `encode` has returned."""
+    """Return numbers [..., width] fp32 of the codes and scales that `encode` returns."""
     return codes.view(torch.float8_e4m3fn).float() * scales.float()[..., None]
 
 
 def is_fp8(pool: torch.Tensor) -> bool:
-    """Whether a pool holds codes and scales."""
+    """Return whether a pool stores fp8 codes and scales."""
     return pool.dtype == torch.uint8
 
 
 def scales_as(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View a pool in the dtype by which a kernel reads or writes scales; a pool without any as it is."""
+    """View a pool in the dtype that a kernel uses for scales; a pool without scales is returned unchanged."""
     return pool.view(dtype) if is_fp8(pool) else pool

@@ -1,8 +1,8 @@
-"""The bytes of KV: one pool on the device, one in host memory, and every copy there is.
+"""Storage of KV: one pool on the device, one in host memory, and all copies between and within them.
 
-    data [blocks, layers, 2, kv_heads, block_size, head_dim]      device and host alike
-         [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]      where K and V have different widths
-         [blocks, layers, kv_heads · block_size · (head_dim + value_dim + 4)]  bytes, where they are kept in fp8: codes of K,
+    data [blocks, layers, 2, kv_heads, block_size, head_dim]      both pools
+         [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]      if K and V have different widths
+         [blocks, layers, kv_heads · block_size · (head_dim + value_dim + 4)]  bytes, if KV is stored in fp8: codes of K,
                                                                                 codes of V, and the scales of both
 
           block 0                                   block 1
@@ -10,8 +10,8 @@
           │ K heads│V heads│ K heads│V heads│   │   │
           └────────┴───────┴────────┴───────┴───┘   └
 
-All layers of a block lie together, so that fork copy, offload and restore of a block move one contiguous row. What lies
-inside K and V of one layer is the attention backend's business. Block-major layout: transformers' continuous batching.
+All layers of a block are adjacent, so a fork, an offload or a restore of a block copies one contiguous row. The attention
+backend defines the layout inside K and V of one layer. Block-major layout as in transformers' continuous batching.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from engine.kv.copies import AllSlots, Copied, Copy, CopyEngine, StepClaims, Syn
 from engine.memory import DeviceMemory
 
 MADV_POPULATE_WRITE = 23
-"""of Linux 5.14; Python has no name for it yet"""
+"""Linux 5.14; Python has no constant for it"""
 
 
 class KVGeometry(NamedTuple):
-    """What one token of KV is."""
+    """Shape and dtype of the KV of one token."""
 
     layers: int
     kv_heads: int
     head_dim: int
-    """of K"""
+    """width of K"""
     dtype: torch.dtype
-    """in which a model computes them"""
+    """dtype in which the model computes K and V"""
     other_value_dim: int | None = None
-    """of V, where it has a width of its own"""
+    """width of V; None: the same as of K"""
     fp8: bool = False
-    """kept as `engine.kv.fp8` says, not in `dtype`"""
+    """stored as `engine.kv.fp8` defines, not in `dtype`"""
 
     @property
     def value_dim(self) -> int:
@@ -52,7 +52,7 @@ class KVGeometry(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """Of the pools."""
+        """Dtype of the pools."""
         return torch.uint8 if self.fp8 else self.dtype
 
     @property
@@ -65,13 +65,13 @@ class KVGeometry(NamedTuple):
         return self._replace(fp8=kv_dtype == "fp8_e4m3")
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of one block in the pools. Raises ValueError where scales would not lie at a multiple of their size."""
+        """Return the shape of one block in the pools. Raises ValueError if fp8 scales would not be aligned."""
         if self.fp8:
             codes = self.kv_heads * block_size * (self.head_dim + self.value_dim)
             if codes % fp8.SCALE_BYTES:
                 raise ValueError(
                     f"kv_dtype=fp8_e4m3 with block_size={block_size}: a layer of a block has {codes} numbers, which must be a "
-                    f"multiple of {fp8.SCALE_BYTES}, as with every block_size that is one"
+                    f"multiple of {fp8.SCALE_BYTES}; choose a block_size that is a multiple of {fp8.SCALE_BYTES}"
                 )
             return (self.layers, codes + self.kv_heads * block_size * fp8.SCALE_BYTES)
         if self.value_dim == self.head_dim:
@@ -80,10 +80,7 @@ class KVGeometry(NamedTuple):
 
 
 class PagedKV:
-    """Both pools. Written by the attention backend (device) and by `move`.
-
-    `take_now`: whether the memory of the device pool, and that of the host pool, is taken at once, so that no step waits for
-    its first touch; otherwise it is taken as blocks are first used."""
+    """Both pools. The attention backend writes the device pool, `move` writes both."""
 
     def __init__(
         self,
@@ -95,21 +92,30 @@ class PagedKV:
         lane: CopyEngine | None = None,
         take_now: tuple[bool, bool] = (False, False),
     ) -> None:
-        """lane: runs the copies of a step; None = in line with the compute."""
+        """Allocate both pools.
+
+        Args:
+            lane: runs the copies of a step; None: `SyncCopies`.
+            take_now: whether to commit the memory of the device pool and of the host pool now, so that no step waits for page
+                faults; otherwise pages are committed at their first use.
+
+        Raises:
+            ValueError: the memory cannot be allocated.
+        """
         self.geometry = geometry
         self.block_size = block_size
         self.block_bytes = geometry.bytes_per_token * block_size
         shape = geometry.block_shape(block_size)
         self._region = None if memory.is_host else memory.region(device_blocks * self.block_bytes)
-        """that the pool lies in; None: it moves with a sleep, or is the host's"""
+        """region that contains the pool; None: the pool is host memory, or its address changes with a sleep"""
         if self._region is not None:
             self._region.need(device_blocks * self.block_bytes)
             self.data, self._map = self._region.data.zero_().view(geometry.stored).view(device_blocks, *shape), None
         else:
             self.data, self._map = _allocate((device_blocks, *shape), geometry.stored, memory, on_device=True)
-        """[blocks, *block_shape] on the device; zero at first, so that no NaN lies in it"""
+        """[blocks, *block_shape] on the device; zero at first, so that it contains no NaN"""
         self.host, host_map = _allocate((host_blocks, *shape), geometry.stored, memory, on_device=False)
-        """the same shape in host memory, pinned on CUDA"""
+        """[blocks, *block_shape] in host memory, pinned for CUDA"""
         self._take_now = take_now[0]
         for mapped, now in ((self._map, take_now[0]), (host_map, take_now[1])):
             if now:
@@ -126,17 +132,16 @@ class PagedKV:
 
     @property
     def dtype_name(self) -> str:
-        """That of `EngineConfig.kv_dtype`, or of the model's dtype."""
+        """`EngineConfig.kv_dtype`, or the name of the model's dtype."""
         return "fp8_e4m3" if self.geometry.fp8 else str(self.geometry.dtype).removeprefix("torch.")
 
     @property
     def stays(self) -> bool:
-        """The pool has the same address after `take_back`."""
+        """Whether the pool keeps its address from `release` to `take_back`."""
         return self._region is not None or self._map is not None
 
     def release(self) -> None:
-        """Give the memory of the device pool back; its shape stays, and its address where `stays` says so. What lies in it is
-        gone."""
+        """Free the memory of the device pool; its contents are lost. Its shape stays, and its address if `stays`."""
         self.lane.finish()
         if self._region is not None:
             self._region.release()
@@ -146,7 +151,7 @@ class PagedKV:
             self.data.untyped_storage().resize_(0)
 
     def take_back(self) -> None:
-        """Undo `release`: the pool is there again, and zero."""
+        """Re-allocate the device pool, filled with zeros."""
         if self._region is not None:
             self._region.restore()
             self._region.data.zero_()
@@ -158,22 +163,28 @@ class PagedKV:
             self.data.zero_()
 
     def move(self, moves: BlockCopies, spans: Spans | None = None) -> Copied:
-        """Run all copies of a step, as `BlockCopies` promises; called at every step, copies or none. spans: of the compute that
-        follows; None: it may use any slot. Returns the copies that have ended since the last call: on the CPU these ones."""
+        """Run all copies of a step in the order of `BlockCopies`. Call it at every step, also without copies.
+
+        Args:
+            spans: positions that the following compute uses; None: it may use any slot.
+
+        Returns:
+            The copies that finished since the last call; on the CPU, the copies of this call.
+        """
         claims = AllSlots() if spans is None else StepClaims(len(self.data), self.block_size, spans)
         return self.lane.run(moves, self._copy, claims)
 
 
 class Cells(NamedTuple):
-    """K or V of one layer in the device pool, one cell a token and head: views."""
+    """K or V of one layer in the device pool, as views: one cell per token and head."""
 
     numbers: torch.Tensor
-    """[blocks, kv_heads, block_size, width], codes where they have scales"""
+    """[blocks, kv_heads, block_size, width]: numbers, or fp8 codes"""
     scales: torch.Tensor | None = None
-    """[blocks, kv_heads, block_size] bf16; None: numbers are kept as they are"""
+    """[blocks, kv_heads, block_size] bf16; None: not fp8"""
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep values [T, kv_heads, width] in slots [T] int64, block · block_size + offset."""
+        """Store values [T, kv_heads, width] in slots [T] int64, each block · block_size + offset."""
         size = self.numbers.shape[2]
         block, at = slots // size, slots % size
         if self.scales is None:
@@ -182,7 +193,7 @@ class Cells(NamedTuple):
             self.numbers[block, :, at], self.scales[block, :, at] = fp8.encode(values)
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the numbers [N, kv_heads, block_size, width] of N blocks in fp32."""
+        """Return [N, kv_heads, block_size, width] fp32 of N blocks."""
         if self.scales is None:
             return self.numbers[blocks].float()
         return fp8.decode(self.numbers[blocks], self.scales[blocks])
@@ -204,7 +215,7 @@ def keys_and_values(kv: PagedKV, layer: int) -> tuple[Cells, Cells]:
 
 
 def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: DeviceMemory) -> None:
-    """Copy row pairs (from, to) of a [rows, width] tensor; every row is read before any is written."""
+    """Copy rows (from, to) of a [rows, width] tensor; all rows are read before any is written."""
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if set(sources).isdisjoint(targets):
         copy_rows(rows, rows, pairs)
@@ -214,16 +225,15 @@ def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: Device
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy row pairs (from, to) of two [rows, width] tensors, or of one where no row is both read and written."""
-    for row, place in pairs:  # a row is long: one copy each, and no memory in between
+    """Copy rows (from, to) between two [rows, width] tensors, or within one if no row is both read and written."""
+    for row, place in pairs:  # rows are long, so one copy each is fast and needs no temporary
         target[place].copy_(source[row], non_blocking=True)
 
 
 def _allocate(
     shape: tuple[int, ...], dtype: torch.dtype, memory: DeviceMemory, on_device: bool
 ) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Allocate a tensor of zeros on the device, or in the host memory beside it. Returns it and the map that it lies in, if it
-    does."""
+    """Allocate a tensor of zeros in device or host memory. Returns it and its mmap, if it has one. Raises ValueError."""
     if on_device and not memory.is_host:
         return torch.zeros(shape, dtype=dtype, device=memory.device), None
     size = dtype.itemsize
@@ -235,7 +245,7 @@ def _allocate(
         mapped = memory.host_map(size)
     except OSError as error:
         raise ValueError(
-            f"a KV pool of {size / 2**30:.1f} GiB cannot be had here: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
+            f"cannot allocate a KV pool of {size / 2**30:.1f} GiB: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
         ) from error
     return torch.frombuffer(mapped, dtype=dtype).view(shape), mapped
 
@@ -244,5 +254,5 @@ def _populate(memory: mmap.mmap | None) -> None:
     if memory is not None:
         try:
             memory.madvise(MADV_POPULATE_WRITE)
-        except OSError:  # a kernel before 5.14, or no Linux: the first touch does it
+        except OSError:  # not Linux 5.14 or later: pages are committed at their first use
             pass

@@ -1,9 +1,9 @@
-"""The prefix index: full blocks of KV found by what they hold.
+"""Prefix index: finds full KV blocks by their tokens.
 
-The key of a block is a hash over (key of the block before it, its token ids, which weights computed which of them), so that
-equal keys mean equal tokens from the start of the prompt on, each computed by the same version: KV of older weights cannot be
-found by accident. A block in which several versions met has a key like any other and counts as old as its oldest token.
-Chained block hashes are vLLM's idea (automatic prefix caching).
+The key of a block is a hash of the key of the previous block, its token ids and the weight versions that computed them. So
+blocks with equal keys hold equal tokens from the start of the prompt, and each token was computed by the same version; KV of
+older weights cannot be used by accident. A block computed by several versions counts as old as its oldest token. Chained block
+hashes follow vLLM's automatic prefix caching.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 
 
 def content_key(parent: bytes | None, tokens: np.ndarray) -> bytes:
-    """Return the 128-bit hash of the block of `tokens` ([block_size] int32) that follows the block with key `parent` (None: the
-    first), whatever computed it."""
+    """Return the 128-bit hash of a block's tokens, [block_size] int32, and of all tokens before it, for any weight versions.
+
+    Args:
+        parent: content key of the previous block; None: this is the first block.
+    """
     digest = xxhash.xxh3_128(parent or b"")
     digest.update(tokens.tobytes())
     return digest.digest()
 
 
 def block_key(content: bytes, versions: Versions) -> bytes:
-    """Return the 128-bit key of the block with that `content_key` whose tokens these versions computed."""
+    """Return the 128-bit key of a block with this `content_key` whose tokens these versions computed."""
     digest = xxhash.xxh3_128(content)
     for first, version in versions:
         digest.update(first.to_bytes(8, "little") + version.to_bytes(8, "little"))
@@ -35,12 +38,12 @@ def block_key(content: bytes, versions: Versions) -> bytes:
 
 
 class PrefixIndex:
-    """key → block. Of two blocks with the same content the first one stays."""
+    """Maps keys to blocks. If a second block has the same key, the first one stays."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
         self._alike: dict[bytes, list[Block]] = {}
-        """by content: what several versions computed of the same tokens"""
+        """by content key: blocks with the same tokens, computed by different versions"""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -49,23 +52,23 @@ class PrefixIndex:
         return set(self._blocks)
 
     def add(self, block: Block) -> None:
-        """Index a full block that has a key, unless the index has one with the same key."""
+        """Index a full block, unless the index has a block with the same key."""
         assert block.key is not None and block.content is not None
         if block.key not in self._blocks:
             self._blocks[block.key] = block
             self._alike.setdefault(block.content, []).append(block)
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove all blocks."""
         self._blocks.clear()
         self._alike.clear()
 
     def holds(self, block: Block) -> bool:
-        """True if this very block is indexed."""
+        """Return whether this block, not only one with the same key, is indexed."""
         return block.key is not None and self._blocks.get(block.key) is block
 
     def remove(self, block: Block) -> None:
-        """Forget a block, if it is indexed."""
+        """Remove a block, if it is indexed."""
         if self.holds(block):
             assert block.key is not None and block.content is not None
             del self._blocks[block.key]
@@ -75,8 +78,8 @@ class PrefixIndex:
                 del self._alike[block.content]
 
     def find(self, parent: bytes | None, tokens: np.ndarray, oldest: int, own: Versions = ()) -> Block | None:
-        """Find the block that continues `parent` with `tokens`: the one that just the versions `own` computed, however old they
-        are, else the newest of those that have nothing of a version below `oldest`."""
+        """Find a block that continues `parent` with `tokens`: one computed by exactly the versions `own`, at any age; otherwise
+        the newest block without tokens of a version below `oldest`."""
         content = content_key(parent, tokens)
         if own and (block := self._blocks.get(block_key(content, own))) is not None:
             return block

@@ -1,21 +1,21 @@
-"""Blocks of KV: who owns them, where they are, and how they are found again. Ints only; the bytes are `engine.kv.pages`'s.
+"""KV blocks: reference counts, placement and reuse. Works on integers; `engine.kv.pages` holds the bytes.
 
-A `Block` is `block_size` tokens of KV for all layers. It can have a home on the device, in host memory, or in both:
+A `Block` is `block_size` tokens of KV for all layers. It can have a slot on the device, in host memory, or in both:
 
-    device home   host home   what it is
+    device slot   host slot   state
     ───────────   ─────────   ─────────────────────────────────────────────────────────────────────────────
-    slot          –           in use, or kept for the prefix index
-    slot          slot        the same, mirrored: a full block never changes, so evicting it from the device costs no copy
-    –             slot        offloaded (its owners wait), or kept for the prefix index in host memory
-    –             –           lost: room was needed and host memory was full; its owners prefill that part again
+    yes           –           in use, or cached for the prefix index
+    yes           yes         the same, mirrored: a full block never changes, so evicting it from the device needs no copy
+    –             yes         offloaded (its owners wait), or cached for the prefix index in host memory
+    –             –           lost: its slot was needed and host memory was full; its owners prefill that part again
 
-`owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while
-it has users; it lives while it has owners; without owners it lives on in the prefix index until its room is needed (not at all
-with `prefix_cache` off). So a prefix shared by n children is one block list with n owners: it leaves the device once, when the
-last child that runs has stopped, and is restored once.
+`owners` counts the sequences that hold the block, `users` those of them that run now. A block stays on the device while it has
+users, and exists while it has owners. A block without owners stays in the prefix index until its slot is needed (with
+`prefix_cache` off, it is freed at once). A prefix shared by n children is one list of blocks with n owners: it is offloaded
+once, after the last running child has stopped, and restored once.
 
-The order in which room is made: free slots, then cached blocks (no owners, least recently used first), then idle blocks
-(owners, but no users), then the scheduler preempts sequences.
+Slots are allocated in this order: free slots, cached blocks (no owners, least recently used first), idle blocks (owners but no
+users), and then the scheduler preempts sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.kv.prefix import PrefixIndex
 
 
 class BlockStore:
-    """Both pools, the prefix index, and the one place where a block changes home. Written by the scheduler only."""
+    """Both pools and the prefix index; the only code that changes the placement of blocks. Only the scheduler writes it."""
 
     def __init__(self, device_blocks: int, host_blocks: int, keep: bool = True) -> None:
         """keep: blocks without owners stay in the prefix index."""
@@ -39,21 +39,21 @@ class BlockStore:
         self.index = PrefixIndex()
         self.keep = keep
         self.cached: OrderedDict[Block, None] = OrderedDict()
-        """on the device, no owners, least recently used first"""
+        """blocks on the device without owners, least recently used first"""
         self.cached_host: OrderedDict[Block, None] = OrderedDict()
-        """in host memory only, no owners, least recently used first"""
+        """blocks in host memory only, without owners, least recently used first"""
         self.idle: OrderedDict[Block, None] = OrderedDict()
-        """on the device, owners but no users, oldest first"""
+        """blocks on the device with owners but no users, oldest first"""
 
     # ── counting ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def moves(self) -> BlockCopies:
-        """copies of the step that is planned"""
+        """Copies of the step being planned."""
         return self.homes.moves
 
     @property
     def available(self) -> int:
-        """device slots to be had without touching a block that has owners"""
+        """Device slots that can be allocated without evicting a block that has owners."""
         return self.device.free + len(self.cached)
 
     @property
@@ -62,19 +62,19 @@ class BlockStore:
 
     @property
     def used(self) -> int:
-        """device slots of blocks with owners"""
+        """Device slots of blocks with owners."""
         return self.device.used - len(self.cached)
 
-    # ── taking and giving back ────────────────────────────────────────────────────────────────────────────────────────
+    # ── reference counts ──────────────────────────────────────────────────────────────────────────────────────────────
     def new(self, version: int) -> Block:
-        """Allocate a block on the device, with one owner that uses it. Raises OutOfBlocks."""
+        """Allocate a block on the device with one owner, which uses it. Raises OutOfBlocks."""
         slot = self._take_device()
         block = Block(slot, version)
         self.homes.settle(slot, block)
         return block
 
     def adopt(self, block: Block) -> None:
-        """Count one more owner, which does not use the block yet."""
+        """Add an owner that does not use the block yet."""
         assert not block.lost
         if block.owners == 0:
             self.cached.pop(block, None)
@@ -84,13 +84,13 @@ class BlockStore:
         block.owners += 1
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Count one more owner of the blocks of a running sequence, which forks."""
+        """Add an owner that uses the blocks: a fork of a running sequence that uses them."""
         for block in blocks:
             block.owners += 1
 
     def pin(self, block: Block, full: bool) -> None:
-        """Count one owner that starts to run: restore the block if it is not on the device. A partial block will be written, so
-        its copy in host memory goes once it has been read. Raises OutOfBlocks."""
+        """Add a user, one of the owners; restore the block if needed. A partial block's host copy is freed after this step.
+        Raises OutOfBlocks."""
         assert block.owners > block.users and not block.lost
         if block.device is None:
             self.homes.restore(block, self._take_device())
@@ -100,14 +100,14 @@ class BlockStore:
         block.users += 1
 
     def unpin(self, block: Block) -> None:
-        """Count one owner that stops running but keeps the block."""
+        """Remove a user, which stays an owner."""
         assert block.users > 0
         block.users -= 1
         if block.users == 0:
             self.idle[block] = None
 
     def disown(self, block: Block, used: bool) -> None:
-        """Release the block for one owner, which ran or not. Without owners it stays in the prefix index, or is freed."""
+        """Remove an owner. used: also a user. Without owners, a full block stays in the prefix index, another one is freed."""
         assert block.owners > 0 and block.users >= used
         block.owners -= 1
         block.users -= used
@@ -122,8 +122,8 @@ class BlockStore:
             self._destroy(block)
 
     def take_over(self, block: Block) -> Block:
-        """Give the device slot of a shared block to its only user, to write there when no slot is left for a copy. The other
-        owners keep the copy in host memory if there is room for one, and lose the block otherwise."""
+        """Give the device slot of a shared block to its only user if there is no slot for a copy. The other owners keep a copy
+        in host memory if there is room, and lose the block otherwise."""
         assert block.users == 1 and block.owners > 1 and block.device is not None
         if block.host is None and self._host_room():
             self.homes.offload(block)
@@ -147,9 +147,9 @@ class BlockStore:
         self.disown(block, used=True)
         return mine
 
-    # ── making room ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── eviction and offload ──────────────────────────────────────────────────────────────────────────────────────────
     def offload(self, block: Block) -> bool:
-        """Offload an idle block to host memory, without a copy if it is mirrored there. False: no room there."""
+        """Move an idle block to host memory, without a copy if mirrored. Returns False if host memory is full."""
         assert block.users == 0 and block.device is not None
         if block.host is None:
             if not self._host_room():
@@ -159,32 +159,32 @@ class BlockStore:
         return True
 
     def drop(self, block: Block) -> None:
-        """Drop an idle block from the device. Without another home it is lost, which its owners see when they are to run."""
+        """Remove an idle block from the device. Without a host copy it is lost, which its owners notice later."""
         assert block.users == 0
         self._leave_device(block)
         if block.lost:
             self.index.remove(block)
 
     def prefetch(self, block: Block) -> None:
-        """Restore a block whose owners wait, beside the step: it is idle until one of them runs. Raises OutOfBlocks."""
+        """Restore a block whose owners wait, during the step's compute. It stays idle. Raises OutOfBlocks."""
         assert block.owners > block.users == 0
         self.homes.restore(block, self._take_device(), ahead=True)
         self.idle[block] = None
 
     def free_ahead(self, slots: int) -> None:
-        """Let cached blocks leave for host memory until so many slots are free, as far as there is room for them."""
+        """Evict cached blocks to host memory until `slots` device slots are free or host memory is full."""
         while self.device.free < slots and self.cached and (next(iter(self.cached)).host is not None or self.host_available):
             self._evict_cached()
 
     def mirror(self, block: Block) -> bool:
-        """Copy a full block to host memory while it stays on the device. False: no free slot there."""
+        """Copy a full block to host memory; it stays on the device. Returns False if host memory is full."""
         assert block.device is not None and block.host is None
         if room := self.host.free > 0:
             self.homes.mirror(block)
         return room
 
     def offload_all(self) -> None:
-        """Empty the device, where no block is in use: offload blocks, those with owners first, or drop them."""
+        """Empty the device while no block is in use: offload blocks, owned ones first; drop those that do not fit."""
         for block in list(self.idle):
             if not self.offload(block):
                 self.drop(block)
@@ -193,12 +193,12 @@ class BlockStore:
         assert not self.device.used, "a block is in use"
 
     def forget_cached(self) -> None:
-        """Empty the prefix index of every block without owners."""
+        """Free all blocks without owners."""
         for block in [*self.cached, *self.cached_host]:
             self._destroy(block)
 
     def forget_all(self) -> None:
-        """Forget all blocks without owners, and empty the prefix index."""
+        """Free all blocks without owners, and empty the prefix index."""
         self.forget_cached()
         self.index.clear()
 
@@ -208,15 +208,15 @@ class BlockStore:
         self.homes.begin()
 
     def moved(self) -> None:
-        """Note that the step's copies are done, and free outdated copies in host memory, which have been read now."""
+        """Record that the step's copies are done, and free the host copies that are outdated now."""
         for block in self.homes.stale_hosts:
             self._drop_host(block)
         self.homes.clear()
 
     def move_failed(self) -> set[Block]:
-        """Note that the step's copies stopped in the middle. Returns the blocks whose bytes on the device cannot be trusted any
-        more. The scheduler soft-resets the sequences that use them and then calls `discard`."""
-        for block in [*self.homes.to_host, *self.homes.stale_hosts]:  # these are outdated whether they were read or not
+        """Record that the step's copies failed. Returns the blocks with invalid bytes on the device. The scheduler resets the
+        sequences that use them, then calls `discard`."""
+        for block in [*self.homes.to_host, *self.homes.stale_hosts]:  # incomplete or outdated
             self._drop_host(block)
             if block.owners == 0 and block.device is None:
                 self._destroy(block)
@@ -229,7 +229,7 @@ class BlockStore:
         return broken
 
     def discard(self, broken: Iterable[Block]) -> None:
-        """Drop blocks that hold garbage and that no running sequence uses; they are lost to the owners that wait."""
+        """Drop blocks with invalid bytes, which no running sequence uses. Owners that wait lose them."""
         for block in broken:
             assert block.users == 0
             self._drop_host(block)
@@ -255,7 +255,7 @@ class BlockStore:
             self.cached_host[block] = None
 
     def _host_room(self) -> bool:
-        """Return whether host memory has a free slot; if need be the least recently used cached block is evicted."""
+        """Return whether host memory has a free slot; evicts a cached block if necessary."""
         if not self.host.free and self.cached_host:
             block, _ = self.cached_host.popitem(last=False)
             self._destroy(block)

@@ -1,4 +1,4 @@
-"""Which weights computed which tokens of KV."""
+"""Weight versions that computed spans of KV."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 Versions = tuple[tuple[int, int], ...]
-"""(first token, weight version) spans, ascending in both"""
+"""(first token, weight version) of each span, ascending in both"""
 
 
 class KVVersions(NamedTuple):
-    """Of the first tokens of a sequence."""
+    """Weight versions that computed the first `tokens` tokens of a sequence."""
 
     tokens: int
     spans: Versions
 
     @classmethod
     def of(cls, blocks: Iterable[Versions], tokens: int, block_size: int) -> KVVersions:
-        """Join what computed the blocks of a sequence, as far as `tokens`."""
+        """Join the spans of the blocks of a sequence, up to `tokens`."""
         spans: list[tuple[int, int]] = []
         for i, versions in enumerate(blocks):
             for first, version in versions:
@@ -28,7 +28,8 @@ class KVVersions(NamedTuple):
         return cls(tokens, tuple(spans))
 
     def of_block(self, i: int, block_size: int) -> Versions:
-        """Return the spans of block `i`, counted from its first token, as far as they are known; () if none of it is."""
+        """Return the spans of block `i`, counted from its first token, up to `tokens`; () if the block starts after
+        `tokens`."""
         start, end = i * block_size, min((i + 1) * block_size, self.tokens)
         if start >= end:
             return ()

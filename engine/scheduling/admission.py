@@ -110,7 +110,7 @@ def prefetch(state: SchedulerState, budget: int) -> None:
 def least_run(state: SchedulerState, seq: Sequence) -> int:
     """Return how many tokens a waiting sequence samples, if it starts now, before it is preempted, unless nothing else frees
     memory."""
-    least = state.config.min_run_tokens
+    least = state.config.advanced.min_run_tokens
     if not could_be_lost(state, seq):
         return least
     part = -(-seq.uncached // COMPUTED_PER_SAMPLED)
@@ -135,7 +135,7 @@ def room_beside(state: SchedulerState, seq: Sequence, running: list[Sequence]) -
     """Return how many slots stay free for `running` when `seq` starts. Where preempting `seq` would lose nothing: one for each
     of them, so that it is not preempted again at once (together at most a thirty-second of the pool), and the rest of the least
     run of those whose KV could be dropped. Else all that they grow by until `seq` is computed and has made its least run."""
-    least = state.config.min_run_tokens
+    least = state.config.advanced.min_run_tokens
     if not could_be_lost(state, seq):
         owed = (other for other in running if other.ran < other.least_run > least)
         reserved = sum(growth(state, other, cached_after(other, other.least_run - other.ran)) for other in owed)

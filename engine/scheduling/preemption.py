@@ -34,7 +34,7 @@ def preempt(state: SchedulerState) -> Decision:
         return Decision([], total)
     order = sorted(running, key=lambda seq: seq.rank)
     chosen: list[Sequence] = []
-    ahead, most = state.config.lookahead_blocks, state.store.device.size // 16
+    ahead, most = state.config.advanced.lookahead_blocks, state.store.device.size // 16
     for rested in (True, False):
         for seq in reversed(order[1:]):
             stay = len(running) - len(chosen)
@@ -139,9 +139,9 @@ def free_ahead(state: SchedulerState) -> None:
 def mirror(state: SchedulerState) -> None:
     """When the pool will run out soon, copy full blocks of the sequences that are preempted first to host memory."""
     config, store, running = state.config, state.store, state.running
-    if not config.mirrors or store.available > 2 * config.lookahead_blocks * len(running):
+    if not config.advanced.mirror_ahead or store.available > 2 * config.advanced.lookahead_blocks * len(running):
         return
-    left = config.mirror_blocks_per_step
+    left = config.advanced.mirror_blocks_per_step
     for seq in sorted(running, key=lambda seq: seq.rank, reverse=True):
         while left and seq.mirrored < seq.cached // config.block_size:
             block = seq.blocks[seq.mirrored]

@@ -96,7 +96,7 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
         given=given,
         adjustments=tuple(_adjustments(sampling["adjusted"], sequences, samples, expected)),
         forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
-        shared=tuple(shared_prefixes(rows, block_size)) if state.config.share_prefix else (),
+        shared=tuple(shared_prefixes(rows, block_size)) if state.config.advanced.share_prefix else (),
         moves=state.store.moves,
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
 from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
+from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
 
 
 class GroupState:
@@ -332,19 +332,13 @@ class Sequence:
     def chunk(self, first: int, count: int) -> TokenChunk:
         """Return `count` known tokens of its output, from token `first` on."""
         last = first + count
-        ends = [*(start for start, _ in self.spans[1:]), len(self.output)]
-        spans = [
-            (max(start, first) - first, version)
-            for (start, version), end in zip(self.spans, ends, strict=True)
-            if start < last and end > first
-        ]
         raw = np.array(self.raw_logprobs[first:last], np.float32) if self.state.group.sampling.raw_logprobs else None
         return TokenChunk(
             index=self.index,
             first=first,
             token_ids=np.array(self.output[first:last], np.int32),
             logprobs=np.array(self.logprobs[first:last], np.float32),
-            weight_versions=spans,
+            weight_versions=slice_spans(self.spans, first, last),
             raw_logprobs=raw,
             seed=self.state.seed,
             **({} if self.tracked is None else self.tracked.columns(first, last)),

@@ -65,7 +65,7 @@ class SchedulerState:
         """other clients have sequences that could run"""
         self.in_flight: dict[int, list[Row]] = {}
         """rows of the plans that are neither committed nor discarded, by the plan's number"""
-        self.copies_ahead = bool(config.copy_ahead and host_blocks)
+        self.copies_ahead = bool(config.advanced.copy_ahead and host_blocks)
         """room is made a step before it is needed, so that a step writes no slot that its own copies free"""
 
     @property
@@ -141,7 +141,7 @@ class SchedulerState:
             if self.table.has_place and child.index not in state.resumed:
                 for block in child.blocks:
                     self.store.pin(block, full=True)
-                self.table.enter(child, self.config.min_run_tokens)
+                self.table.enter(child, self.config.advanced.min_run_tokens)
             else:
                 self.waiting.put(child)
         self.counters.forks += len(children) - 1

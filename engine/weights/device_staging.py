@@ -1,12 +1,12 @@
-"""Staging on the device: the payload lies there already, and so do the tensors that it becomes.
+"""Staging on the device: the payload and the staged tensors are both in device memory.
 
-    payload    the trainer's memory, opened here; or slots that were received into
-    staged     the same tensors in the model's dtype on the device: a room for a while, or, of weights that were dropped, the
-               live ones themselves
-    stream     copy → hash, cast, look through → copy → …       beside the steps, which wait for none of it
+    payload    the trainer's memory, opened here; or slots that received it
+    staged     the same tensors in the model's dtype on the device, in a temporary buffer; if the weights were dropped, the live
+               tensors themselves
+    stream     copy → hash, cast, check → copy → …       in parallel with the steps, which do not wait
 
-The host only launches; what came of the checks it reads at the end, when an event says that they are done. As in host memory
-digests are taken of the copy, so nothing that happens to the original later can matter.
+The host only launches work. It reads the results of the checks at the end, when an event says that they are complete. As in
+host memory, digests are taken of the copy, so later changes of the original have no effect.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from engine.weights.staging import Source, StagedTensor, Staging
 from engine.weights.tensors import InvalidWeights, flat_bytes
 
 RANGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""dtypes that may overflow the model's; those of fp8 do not"""
+"""dtypes whose values may overflow the model's dtype; fp8 values cannot"""
 
 
 class DeviceStaging(Staging):
-    """memory: of a device that has `hashes`; each part's place lies there, or it has none. Its source fills [bytes] uint8
-    tensors on the device, on the current stream."""
+    """Stages into device memory.
+
+    Args:
+        memory: of a device that has `hashes`. The places of all parts are on this device. The source fills [bytes] uint8
+            tensors on the device, on the current stream.
+    """
 
     def __init__(
         self,
@@ -39,12 +43,12 @@ class DeviceStaging(Staging):
     ) -> None:
         assert memory.hashes is not None
         self._streams, self._stream = memory.streams, memory.streams.Stream(memory.device)
-        self._stream.wait_stream(self._streams.current_stream(memory.device))  # memory may still be read by whoever had it
+        self._stream.wait_stream(self._streams.current_stream(memory.device))  # earlier work may still read this memory
         with self._streams.stream(self._stream):
             self._hashes: Any = memory.hashes(2 * len(parts))
-            """row 2 i: part i as it was sent; 2 i + 1: as it was cast"""
+            """row 2 i: part i as sent; row 2 i + 1: as cast"""
             self._finite = torch.ones((len(parts), 2), dtype=torch.bool, device=memory.device)
-            """[parts, 2] as it is staged, as it was sent"""
+            """[parts, 2]: as staged, as sent"""
             self._device_scratch = torch.empty(self._scratch_bytes(parts), dtype=torch.uint8, device=memory.device)
             super().__init__(version, manifest, parts, torch.empty(0, dtype=torch.uint8).numpy(), on_close)
 
@@ -53,16 +57,16 @@ class DeviceStaging(Staging):
             return super().feed(source)
 
     def close(self) -> None:
-        """Wait for what was launched, then give the memory free. May be repeated."""
+        """Wait for the launched work, then free the memory. May be called again."""
         if not self._closed:
             self._work.close()
             if not self.complete:
-                self._stream.synchronize()  # whoever closes this lets go of the payload next
+                self._stream.synchronize()  # the caller frees the payload next
             self._parts, self._hashes, self._finite, self._device_scratch = [], None, self._finite[:0], self._device_scratch[:0]
         super().close()
 
     def _scratch_bytes(self, parts: list[StagedTensor]) -> int:
-        """Of the largest slice that is not staged as it was sent."""
+        """Return the bytes of the largest slice that is cast, or not staged at all."""
         passing = [part.nbytes for part in parts if part.place is None or part.place.dtype != part.dtype]
         return max((end - begin for size in passing for begin, end in self._hashes.cuts(size)), default=0)
 
@@ -91,13 +95,13 @@ class DeviceStaging(Staging):
 
     def _look_through(self, i: int, column: int, values: torch.Tensor) -> None:
         if values.dtype in RANGED and values.numel():
-            low, high = torch.aminmax(values)  # NaN if there is one, and no temporary
+            low, high = torch.aminmax(values)  # propagates NaN, and needs no temporary
             self._finite[i, column] &= torch.isfinite(low) & torch.isfinite(high)
 
     def _check(self, digests: list[str], finite: list[list[bool]]) -> None:
         for i, part in enumerate(self._parts):
             if digests[2 * i] != part.info.digest:
-                raise InvalidWeights("the bytes are not those of the manifest's digest: damaged, or changed", part.info.name)
+                raise InvalidWeights("the bytes do not match the manifest's digest", part.info.name)
             staged_is, sent_is = finite[i]
             if not staged_is:
                 cast = part.place is not None and part.place.dtype != part.dtype

@@ -1,4 +1,4 @@
-"""Which tensors a model has: what the manifest of a refresh may list, and the digests of what is live."""
+"""The tensors of a model that a manifest may list, and their digests."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from engine.types import TensorInfo, manifest_digest
 from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, digest_of, dtype_name, flat_bytes, tensor_bytes
 
 READ_BYTES = 8 << 20
-"""read at once by `Digests.read_live`"""
+"""bytes that `Digests.read_live` reads at a time"""
 
 
 class Inventory:
-    """Parameters and persistent buffers of a module, each once under its first name; other names of tied ones lead there.
+    """Parameters and persistent buffers of a module, each under its first name; `first_name` maps the other names of tied
+    tensors.
 
     Args:
         module: None: a model without tensors.
-        masters: for a parameter that is a copy (`engine.weights.offload`) the tensor that a refresh writes, by the parameter's
-            id."""
+        masters: maps the id of an offloaded parameter to the host tensor that a refresh writes (`engine.weights.offload`).
+    """
 
     def __init__(self, module: torch.nn.Module | None, masters: Mapping[int, torch.nn.Parameter]) -> None:
         own, self.first_name = ({}, {}) if module is None else checkpoint_tensors(module)
         self.offloaded = {name for name, tensor in own.items() if id(tensor) in masters}
         self.tensors: dict[str, torch.Tensor] = {name: masters.get(id(tensor), tensor) for name, tensor in own.items()}
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        """also while the tensors hold nothing"""
+        """known also while the tensors are released"""
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def dtype(self, name: str) -> str:
-        """Name the dtype of a tensor, by any of its names."""
+        """Return the dtype name of a tensor, given any of its names."""
         return dtype_name(self.tensors[self.first_name[name]])
 
     def size(self, name: str) -> tuple[int, int]:
-        """Return the bytes of a tensor, and of an element of it."""
+        """Return the size of a tensor and of one element, in bytes."""
         tensor = self.tensors[self.first_name[name]]
         return tensor.nbytes, tensor.element_size()
 
     def manifest(self) -> list[TensorInfo]:
-        """List all tensors as a refresh of all of them would, digests left empty."""
+        """List all tensors as in a refresh of all tensors, with empty digests."""
         return [TensorInfo(name, self.dtype(name), tuple(shape), "") for name, shape in self.shapes.items()]
 
     def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
@@ -51,22 +52,22 @@ class Inventory:
         return tensor_bytes(live.detach().reshape(-1)[start // itemsize : (start + size) // itemsize]).copy()
 
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
-        """Find for each entry the tensor that it writes; None: it repeats one under its other name.
+        """Return the tensor that each entry writes; None: the entry repeats a tied tensor under another name.
 
-        Raises InvalidWeights naming the tensor for a manifest that does not fit the model."""
+        Raises InvalidWeights naming the tensor if the manifest does not fit the model."""
         if self.tensors and not manifest:
-            raise InvalidWeights("no tensors at all: was the iterator used before?")
+            raise InvalidWeights("no tensors at all: was the iterator already consumed?")
         listed: set[str] = set()
         writes: dict[str, TensorInfo] = {}
         targets: list[str | None] = []
         for info in manifest:
             if info.name in listed:
-                raise InvalidWeights("it comes twice: list each name once", info.name)
+                raise InvalidWeights("listed more than once", info.name)
             listed.add(info.name)
             name = self.check(info)
             twin = writes.setdefault(name, info)
             if (twin.dtype, twin.digest) != (info.dtype, info.digest):
-                raise InvalidWeights(f"the model ties it to {twin.name!r}, which is sent with other bytes", info.name)
+                raise InvalidWeights(f"the model ties it to {twin.name!r}, which has other bytes in this refresh", info.name)
             targets.append(name if twin is info else None)
         missing = [name for name in self.tensors if name not in writes]
         if missing and not partial:
@@ -74,17 +75,17 @@ class Inventory:
         return targets
 
     def check(self, info: TensorInfo) -> str:
-        """Return the first name of an entry's tensor. Raises InvalidWeights for an entry that does not fit it."""
+        """Return the first name of an entry's tensor. Raises InvalidWeights if the entry does not fit the tensor."""
         name = self.first_name.get(info.name)
         if name is None:
             raise InvalidWeights("the model has no tensor of this name", info.name)
         live = self.tensors[name]
         if info.shape != tuple(live.shape):
-            raise InvalidWeights(f"its shape is {info.shape}, the model's is {tuple(live.shape)}", info.name)
+            raise InvalidWeights(f"has shape {info.shape}, but {tuple(live.shape)} in the model", info.name)
         if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
-            raise InvalidWeights(f"its dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
+            raise InvalidWeights(f"dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
         if not live.is_contiguous():
-            raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", info.name)
+            raise InvalidWeights("not contiguous in this engine, so it cannot be refreshed", info.name)
         return name
 
     def _missing(self, names: list[str]) -> InvalidWeights:
@@ -93,31 +94,30 @@ class Inventory:
         if not buffers:
             return InvalidWeights(reason, names[0])
         some = ", ".join(buffers[:4]) + ", …" * (len(buffers) > 4)
-        fix = "the checkpoint holds them and named_parameters() leaves them out: give the model itself, or its state_dict()"
-        return InvalidWeights(f"{reason}. Buffers among these: {some}; {fix}", names[0])
+        fix = "named_parameters() does not list buffers: give the model itself, or its state_dict()"
+        return InvalidWeights(f"{reason}. The missing tensors include the buffers {some}; {fix}", names[0])
 
 
 class Digests:
-    """Digests of the live tensors: as they were committed, and as they are."""
+    """Digests of the live tensors: as committed (`committed`) and as read from memory (`read_live`)."""
 
     def __init__(self, inventory: Inventory, hashes: Callable[[int], Hashes] | None = None) -> None:
-        """hashes: takes those of tensors on a device there; None: they come to the host."""
+        """hashes: computes digests of tensors on a device there; None: tensors are copied to the host."""
         self._inventory = inventory
         self._hashes = hashes
         self._committed: dict[str, str] = {}
-        """of version 0 those that somebody asked for"""
+        """digests of refreshed tensors, and of others once they were asked for"""
         self._whole: str | None = None
 
     @property
     def committed(self) -> str:
-        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are. Asked for again it
-        costs nothing."""
+        """`manifest_digest` of all tensors as committed; tensors that were never refreshed are read once. Cached."""
         if self._whole is None:
             self._whole = self.with_others({})
         return self._whole
 
     def learn(self, names: Iterable[str]) -> None:
-        """Take the digests of these tensors that are not known."""
+        """Compute the digests of these tensors that are not known yet."""
         tensors = {name: self._inventory.tensors[name] for name in names if name not in self._committed}
         if self._hashes is not None and (there := {name: each for name, each in tensors.items() if not each.is_cpu}):
             hashes = self._hashes(len(there))
@@ -129,7 +129,7 @@ class Digests:
                 self._committed[name] = digest_of(tensor_bytes(tensor))
 
     def of(self, name: str) -> str:
-        """Return the digest of a tensor as it was committed."""
+        """Return the digest of a tensor as committed."""
         self.learn([name])
         return self._committed[name]
 
@@ -139,13 +139,13 @@ class Digests:
         return self._manifest_digest({**self._committed, **others})
 
     def commit(self, digests: Mapping[str, str]) -> None:
-        """Replace those of tensors that were refreshed."""
+        """Set the digests of tensors that were refreshed."""
         self._committed.update(digests)
         self._whole = None
 
     def read_live(self) -> Iterator[str | None]:
-        """Read every tensor in small portions: yields None after each of READ_BYTES, the `manifest_digest` at last. For between
-        two steps; a refresh in the middle makes it meaningless."""
+        """Read every tensor in portions: yields None after each READ_BYTES and finally the `manifest_digest`. Call it between
+        steps; a refresh meanwhile makes the result meaningless."""
         digests: dict[str, str] = {}
         for name, tensor in self._inventory.tensors.items():
             state, portion = xxhash.xxh3_128(), max(1, READ_BYTES // max(1, tensor.element_size()))

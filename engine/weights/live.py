@@ -1,56 +1,57 @@
-"""Weights: the one writer of the parameters and of their version. A refresh is a transaction.
+"""Weights: parameters and their version. A refresh is a transaction.
 
-    staging = weights.begin(manifest)    names, shapes, dtypes and version are checked; nothing is written yet
-    staging.feed(source) …               see `engine.weights.staging`; generation goes on
-    weights.commit(staging)              between two steps: live ⇄ staged, then the version; or nothing at all
+    staging = weights.begin(manifest)    checks names, shapes, dtypes and version; writes nothing
+    staging.feed(source) …               see `engine.weights.staging`; generation continues
+    weights.commit(staging)              between two steps: exchanges live ⇄ staged, then sets the version; or changes nothing
 
-    live       [parameters of the module]   same storage, whatever is refreshed; another one after `release_memory`
+    live       parameters of the module     every refresh keeps their storage; after `release_memory` it may be another one
     staged     ┌ embed ──────┬ q ──┬ k ─┬ … ┐   one buffer in the model's dtypes, each tensor at a multiple of 64 bytes;
-               the first refresh allocates it, all others use it again
-    scratch    one slice, where the live tensors are
+               allocated by the first refresh and used again
+    scratch    one slice, on the device of the live tensors
 
-The exchange goes slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
-weights, and a failure at tensor k restores tensors 0 … k from there: undo costs a slice of memory, whatever the model's size.
+The exchange works slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
+weights, and a failure at tensor k restores tensors 0 … k from it. Undo needs one slice of memory, for a model of any size.
 
-After a sleep that dropped the weights there is nothing to undo: what comes is staged where it is live at once, without a second
-copy, and no step runs before all of it has come and was checked (`dropped`).
+After a sleep dropped the weights, there is nothing to undo: a refresh is staged directly into the live tensors, and no step
+runs until it is complete and checked (`dropped`).
 
-Of a parameter in a layer that is offloaded (`engine.weights.offload`), "live" is the master in host memory; the slots on the
-device are filled from the masters again, inside the same transaction.
+For a parameter of an offloaded layer (`engine.weights.offload`), "live" is its master in host memory; the same transaction
+fills the slots on the device from the masters.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from engine.memory import DeviceMemory, HostMemory, host_buffer, placed, side_by_side, storage_bytes
+from engine.memory import DeviceMemory, HostMemory, storage_bytes
 from engine.types import Adapter, Served, TensorInfo
+from engine.weights.buffers import RefreshBuffers
 from engine.weights.device_staging import DeviceStaging
 from engine.weights.inventory import Digests, Inventory
 from engine.weights.lora import AdapterBase, AdapterMerge
 from engine.weights.offload import OffloadedModel
 from engine.weights.resident import ResidentTensors
-from engine.weights.staging import SLICE_BYTES, StagedTensor, Staging
+from engine.weights.staging import StagedTensor, Staging
 from engine.weights.tensors import InvalidWeights
 from engine.weights.versions import check_named, next_version
 
-log = logging.getLogger("rollout.engine")
-
-DEVICE_SLICE_BYTES = 64 << 20
-"""of the exchange with tensors on a device: a copy over its bus costs some ten microseconds to begin"""
-
 
 class WeightsTorn(RuntimeError):
-    """Undoing a failed refresh failed: the weights are of no version any more, and nothing may be sampled from them."""
+    """A refresh failed and could not be undone: the weights belong to no version, so the engine refuses to sample."""
 
 
 class Weights:
-    """Parameters and persistent buffers of a module. `module=None` (a model without tensors) only has a version. `streamed`:
-    the offload of its layers, if it is on. `lay_out`: called when tensors have moved, lays some of them side by side."""
+    """Parameters and persistent buffers of a module, and their version.
+
+    Args:
+        module: None: a model without tensors, which has only a version.
+        streamed: weight offload of its layers, if on.
+        lay_out: called after tensors moved; places some of them side by side.
+        memory: where the tensors are; None: host memory.
+    """
 
     def __init__(
         self,
@@ -59,11 +60,10 @@ class Weights:
         lay_out: Callable[[], None] = lambda: None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """memory: where the module's tensors lie; None = host memory."""
         self._memory = HostMemory() if memory is None else memory
         self.version = 0
         self.before = Served()
-        """the newest that were served before a restart"""
+        """newest weights served before a restart"""
         self.torn = False
         self._module = module
         self._streamed = streamed
@@ -75,22 +75,14 @@ class Weights:
         here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
         self._resident = ResidentTensors(here, self._memory)
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        starts, self._size = side_by_side(self._tensors.values())
-        self._places = dict(zip(self._tensors, starts, strict=True))
-        """first byte of each in the staging buffer"""
-        self._buffer: torch.Tensor | None = None
-        """kept from one refresh to the next"""
-        self._staged_in: torch.Tensor | None = None
-        """of the staging that is open: the buffer, or a room on the device for as long as that lasts"""
-        self._scratch = torch.empty(SLICE_BYTES, dtype=torch.uint8)
-        self._device_scratch: torch.Tensor | None = None
+        self._buffers = RefreshBuffers(self._tensors, self.inventory.offloaded, self._memory, self._resident.size)
         self._staging: Staging | None = None
         self.dropped = False
-        """they were given away and hold nothing until a whole refresh has come"""
+        """the weights were dropped by a sleep, and no refresh of all tensors has completed since"""
 
     @property
     def names(self) -> int:
-        """How many names a manifest may list: those of tied parameters all count."""
+        """Number of names that a manifest may list, including those of tied tensors."""
         return len(self.inventory.first_name)
 
     @property
@@ -100,38 +92,36 @@ class Weights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the parameters on the model's device, slots included."""
+        """Bytes of the parameters on the model's device, including slots."""
         asleep = self._module is None or (self._resident.stays and self._resident.asleep)
         return 0 if asleep or self._module is None else storage_bytes(self._module.parameters())
 
     @property
     def stays(self) -> bool:
-        """Parameters have the same addresses after a sleep."""
+        """Whether parameters keep their addresses over a sleep."""
         return self._resident.stays and self._streamed is None
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of the decoder layers that live in host memory."""
+        """Bytes of the decoder layers in host memory."""
         return 0 if self._streamed is None else self._streamed.offloaded_bytes
 
     def release_memory(self, keep: bool) -> None:
-        """Give the memory of the tensors back, and that for staging, until `restore_memory`. `keep`: what they hold moves to
-        host memory, where tensors of the CPU are already; otherwise it is gone."""
+        """Release the memory of the tensors and of staging until `restore_memory`. keep: copy the contents to host memory
+        (tensors of the CPU stay in place); otherwise they are lost."""
         assert self._staging is None
-        self._device_scratch = None
-        if not keep or self._memory.is_host:
-            self._buffer = None
+        self._buffers.release(host=not keep or self._memory.is_host)
         if not keep or not self._memory.is_host:
             self._digests.learn(self._tensors)  # while they can be read
         if not keep:
             self.base.clear()
         if self._streamed is not None:
             self._streamed.release_memory(keep)
-        self._resident.release(keep, self._host_buffer)
+        self._resident.release(keep, self._buffers.host_memory)
         self.dropped |= not keep
 
     def restore_memory(self) -> None:
-        """Undo `release_memory`. The tensors lie elsewhere than before, unless they stay (`stays`)."""
+        """Re-allocate the memory of the tensors, at new addresses unless `stays`."""
         self._resident.restore()
         if self._streamed is not None:
             self._streamed.restore_memory()
@@ -147,11 +137,18 @@ class Weights:
         adapter: Adapter | None = None,
         on_device: bool = False,
     ) -> Staging:
-        """Check a manifest and open the staging for it. `version` must be above all there were; None = the next. `partial`:
-        tensors that are not in the manifest stay as they are. `adapter`: the weights are to be base + adapter, and the manifest
-        lists what it is made of. `on_device`: the payload lies where the model does; it is staged there if there is room.
+        """Check a manifest and open the staging for it.
 
-        Raises InvalidWeights, WrongBase; RuntimeError while another staging is open."""
+        Args:
+            version: must be above all versions so far; None: the next one.
+            partial: tensors that are not in the manifest stay unchanged.
+            adapter: the new weights are base + adapter, and the manifest lists the adapter's tensors.
+            on_device: the payload is on the model's device; it is staged there if there is room.
+
+        Raises:
+            InvalidWeights, WrongBase: the manifest does not fit.
+            RuntimeError: another staging is open.
+        """
         if self.torn:
             raise WeightsTorn("the weights are torn; restart the engine")
         if self._staging is not None:
@@ -161,45 +158,27 @@ class Weights:
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self.inventory.targets(manifest, partial) if adapter is None else []
         if partial:
-            self._digests.learn(self._tensors.keys() - set(targets))  # at the exchange it would lengthen the pause
+            self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
         on_device = on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
-        on_device = self._take_room(on_device)
-        merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._place)
+        if not self.dropped:
+            on_device = self._buffers.open(on_device)
+        merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
         parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
         if on_device:
             self._staging = DeviceStaging(version, manifest, parts, self._memory, self._close_staging)
         else:
-            self._staging = Staging(version, manifest, parts, self._scratch.numpy(), self._close_staging, merging)
+            self._staging = Staging(version, manifest, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
         return self._staging
 
-    def _take_room(self, on_device: bool) -> bool:
-        """Take the memory to stage in, on the device if that is wanted and there is room. Returns whether it is there. Weights
-        that were dropped need none."""
-        if self.dropped:
-            return on_device
-        self._staged_in = self._memory.room(self._size) if on_device else None
-        if on_device and self._staged_in is None:
-            log.info("refresh is staged in host memory, the device has no room mib=%.0f", self._size / 2**20)
-        if self._staged_in is not None:
-            return True
-        self._staged_in = self._host_buffer()
-        return False
-
     def _destination(self, name: str) -> torch.Tensor:
-        """Return the tensor that staging writes: the staged twin, or the live one where that holds nothing to be kept."""
-        return self._tensors[name].detach() if self.dropped else self._place(name)
-
-    def _host_buffer(self) -> torch.Tensor:
-        """Return the [bytes] uint8 to stage in, and to keep tensors in for a sleep; pinned beside a GPU."""
-        if self._buffer is None:
-            self._buffer = host_buffer(max(self._size, self._resident.size), pin=not self._memory.is_host)
-        return self._buffer
+        """Return the tensor that staging writes: the staged twin, or the live tensor if the weights were dropped."""
+        return self._tensors[name].detach() if self.dropped else self._buffers.place(name)
 
     def commit(self, staging: Staging) -> None:
-        """Exchange what is staged with what is live, then change the version. For the time between two steps.
+        """Exchange staged and live tensors, then set the version. Call it between two steps.
 
-        Raises what went wrong, after everything is as it was; WeightsTorn if that cannot be. Weights that were dropped stay
-        so until all of this is done."""
+        Raises the error that occurred, after everything is restored; WeightsTorn if it cannot be restored. Dropped weights stay
+        dropped until this succeeds."""
         assert staging is self._staging and staging.complete
         if staging.version == self.before.version:
             check_named(Served(staging.version, self._digests.with_others(staging.digests)), self.before)
@@ -217,14 +196,14 @@ class Weights:
         staging.close()
 
     def _exchange(self, staging: Staging) -> None:
-        """Swap the staged tensors with the live ones, slice by slice; all of them, or none."""
+        """Swap all staged tensors with the live ones, slice by slice, or none."""
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
-            for live, staged, scratch in (views for name in staging.names for views in self._slices(name)):
+            for live, staged, scratch in (views for name in staging.names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
-                saved = live, scratch  # from here on, whatever happens, the old bytes of this slice are in the scratch
+                saved = live, scratch  # from here on the scratch has the old bytes of this slice
                 live[...] = staged
                 staged[...] = scratch
                 done.append((live, staged))
@@ -248,50 +227,25 @@ class Weights:
             self._streamed.ring.fill()
 
     def _close_staging(self) -> None:
-        roomy, self._staging, self._staged_in = self._staged_in is not self._buffer, None, None
-        if roomy:
-            self._memory.trim()
-
-    def _place(self, name: str) -> torch.Tensor:
-        """Return the staged twin of a live tensor."""
-        assert self._staged_in is not None
-        return placed(self._staged_in, self._places[name], self._tensors[name])
-
-    def _slices(self, name: str) -> Iterator[tuple[Any, Any, Any]]:
-        """Cut a live tensor, its staged twin and the scratch into [slice] uint8 views. On the CPU they are numpy's, whose
-        memcpy has no other threads to wait for."""
-        scratch: Any
-        live: Any = self._tensors[name].detach().view(-1).view(torch.uint8)
-        staged: Any = self._place(name).view(-1).view(torch.uint8)
-        if self._memory.is_host or name in self.inventory.offloaded:
-            live, staged, scratch = live.numpy(), staged.numpy(), self._scratch.numpy()
-        else:
-            scratch = self._scratch_on_device()
-        for start in range(0, len(live), len(scratch)):
-            end = min(start + len(scratch), len(live))
-            yield live[start:end], staged[start:end], scratch[: end - start]
+        self._staging = None
+        self._buffers.close()
 
     @property
     def digest(self) -> str:
-        """`manifest_digest` of all tensors as they were committed; of those never refreshed, as they are."""
+        """`manifest_digest` of all tensors as committed."""
         return self._digests.committed
 
     def live_digest(self) -> str:
-        """Take the `manifest_digest` of the bytes that lie there at the moment. Reads every tensor."""
+        """Return the `manifest_digest` of the bytes in memory now. Reads every tensor."""
         *_, digest = self.read_live()
         assert digest is not None
         return digest
 
     def read_live(self) -> Iterator[str | None]:
-        """Take `live_digest` in small portions; see `Digests.read_live`. Raises ValueError while they cannot be read."""
+        """Compute `live_digest` in small portions; see `Digests.read_live`. Raises ValueError while the weights are asleep."""
         if self._resident.asleep and not self._memory.is_host:
-            raise ValueError("the weights are asleep, and no digest of them can be taken: wake them first")
+            raise ValueError("the weights are asleep, so their digest cannot be computed: wake them first")
         return self._digests.read_live()
-
-    def _scratch_on_device(self) -> torch.Tensor:
-        if self._device_scratch is None:
-            self._device_scratch = torch.empty(DEVICE_SLICE_BYTES, dtype=torch.uint8, device=self._memory.device)
-        return self._device_scratch
 
     def _check_addresses(self) -> None:
         for name, tensor in self._tensors.items():
@@ -303,7 +257,7 @@ class Weights:
 def parts_of(
     manifest: Sequence[TensorInfo], targets: Sequence[str | None], destination: Callable[[str], torch.Tensor]
 ) -> list[StagedTensor]:
-    """The parts of a payload of whole tensors; `destination`: of a target, where it is staged."""
+    """Return the parts of a payload of whole tensors. destination: returns the staged tensor of a name."""
     return [
         StagedTensor(info, getattr(torch, info.dtype), target, None if target is None else destination(target).view(-1))
         for info, target in zip(manifest, targets, strict=True)

@@ -1,14 +1,14 @@
-"""LoRA: staged weights are base + scale · B A, made here of what travels: A and B.
+"""LoRA refresh: staged weights = base + scale · B A, computed here from the A and B that are sent.
 
-    base      the checkpoint, or what refreshes of whole tensors have put in its place
-    kept      of each tensor that the live adapter has changed its base, in host memory; of all others live is base
-    merging   for each target, when its A and B are here:  staged ← base, staged += (B A) · scale
-              a target that comes whole as well:           staged ← what came, staged += (B A) · scale
-              tensors of the adapter before, which this one does not change:  staged ← base
+    base      the checkpoint, or the tensors that refreshes of whole tensors wrote
+    kept      bases of the tensors that the live adapter changed, in host memory; for all other tensors, live = base
+    merging   for each target, once its A and B arrived:       staged ← base, staged += (B A) · scale
+              a target that is also sent whole:                staged ← sent, staged += (B A) · scale
+              tensors that only the previous adapter changed:  staged ← base
 
-The sum is PEFT's own merge on a CPU, in the order and rounding of peft 0.21's `Linear.merge` (`safe_merge=False`): one product
-and one addition by torch over the whole matrix. In blocks of rows the product has other bits, so it is not cut.
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
+The sum is that of PEFT's merge on a CPU, in the order and rounding of peft 0.21's `Linear.merge` (`safe_merge=False`): one
+product and one addition by torch over the whole matrix. It is not split into row blocks, because the product would have other
+bits. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from engine.weights.staging import StagedTensor, finite
 from engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes
 
 FACTORS = ("float64", "float32", "float16", "bfloat16")
-"""dtypes of A and B, and of what they are added to"""
+"""dtypes of A and B, and of the tensors to which B A is added"""
 
 
 class AdapterBase:
-    """What adapters are added to. Changed by `commit` only, after the exchange."""
+    """The weights to which adapters are added. Only `commit` changes it, after the exchange."""
 
     def __init__(self, inventory: Inventory, digests: Digests) -> None:
         self._inventory = inventory
         self._live = digests
         self._kept: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
-        """of those that are kept"""
+        """digests of the kept tensors"""
 
     @property
     def digest(self) -> str:
@@ -46,23 +46,23 @@ class AdapterBase:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the kept tensors take."""
+        """Host memory of the kept tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     @property
     def changed(self) -> Collection[str]:
-        """Names of the tensors that the live adapter has changed."""
+        """Names of the tensors that the live adapter changed."""
         return self._kept.keys()
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the base of a tensor in host memory, which the caller may keep. For the time before the exchange."""
+        """Return the base of a tensor in host memory; the caller may keep it. Call it before the exchange."""
         kept = self._kept.get(name)
         if kept is None:
-            self._live.learn([name])  # the exchange is too late for that
+            self._live.learn([name])  # after the exchange it cannot be computed any more
         return self._inventory.tensors[name].detach().to("cpu", copy=True) if kept is None else kept
 
     def check(self, digest: str | None) -> None:
-        """Compare the base with the one that an adapter was trained on; None: unknown. Raises WrongBase."""
+        """Compare the base with the digest of the weights that an adapter was trained on; None: unknown. Raises WrongBase."""
         if digest is not None and digest != self.digest:
             raise BaseMismatch(
                 f"the adapter was trained on weights with digest {digest:.12}…, the base here has {self.digest:.12}… (the "
@@ -71,7 +71,8 @@ class AdapterBase:
             )
 
     def commit(self, written: Collection[str], bases: Mapping[str, torch.Tensor]) -> None:
-        """Note that these tensors were written; `bases`: those of them that an adapter changed. Before the live digests are."""
+        """Record that these tensors were written. bases: those that an adapter changed. Call it before the live digests are
+        committed."""
         for name in written:
             if name in bases:
                 self._digests.setdefault(name, self._live.of(name))
@@ -81,15 +82,17 @@ class AdapterBase:
                 self._kept.pop(name, None)
 
     def clear(self) -> None:
-        """Forget all, when the weights are dropped."""
+        """Forget all bases, when the weights are dropped."""
         self._kept.clear()
         self._digests.clear()
 
 
 class AdapterMerge:
-    """One refresh of an adapter. Raises WrongBase, InvalidWeights naming the tensor for an adapter that does not fit.
+    """One refresh of an adapter. Raises WrongBase; InvalidWeights naming the tensor if the adapter does not fit.
 
-    place: finds the staged twin of a tensor."""
+    Args:
+        place: returns the staged tensor of a name.
+    """
 
     def __init__(
         self,
@@ -100,17 +103,17 @@ class AdapterMerge:
         place: Callable[[str], torch.Tensor],
     ) -> None:
         self.bases: dict[str, torch.Tensor] = {}
-        """of the tensors that this adapter changes"""
+        """base of each tensor that this adapter changes"""
         self.stands_for = inventory.nbytes
-        """bytes of the tensors that are base + adapter then: all of the model's"""
+        """bytes of the model's tensors after the merge: all of them"""
         self._inventory, self._base, self._place = inventory, base, place
         self._factors: dict[str, torch.Tensor] = {}
-        """A and B that are here and wait for each other"""
+        """A and B that arrived and wait for the other"""
         infos = {info.name: info for info in manifest}
         if not adapter.targets:
             raise InvalidWeights("the adapter has no targets: train one with LoRA layers, or refresh with whole tensors")
         if len(infos) < len(manifest):
-            raise InvalidWeights("a tensor comes twice: list each name once")
+            raise InvalidWeights("a tensor is listed more than once")
         self._targets = {factor: target for target in adapter.targets for factor in (target.a, target.b)}
         for target in adapter.targets:
             self._check(target, infos)
@@ -119,15 +122,15 @@ class AdapterMerge:
         self._check_written([target.weight for target in adapter.targets])
         self._check_written(whole.values())
         self._awaited = set(whole.values()) & self._target_of.keys()
-        """tensors that come whole, are not here yet, and have A and B added to them"""
+        """tensors that are sent whole, have not arrived, and get A and B added"""
         base.check(adapter.base)
         self.parts = [self._part(info, whole.get(info.name)) for info in manifest]
         self._left = len(self.parts)
         self._back = base.changed - self._target_of.keys() - set(whole.values())
-        """tensors of the adapter before, which go back to their base"""
+        """tensors of the previous adapter that return to their base"""
 
     def arrived(self, part: StagedTensor) -> dict[str, str]:
-        """Do what the bytes of this part have made possible. Returns the digests of the staged tensors that it wrote."""
+        """Merge everything that this part completes. Returns the digests of the staged tensors that it wrote."""
         self._left -= 1
         digests: dict[str, str] = {}
         if part.target is None:
@@ -147,7 +150,7 @@ class AdapterMerge:
     def _merge(self, target: LoraTarget) -> str:
         a, b = self._factors.pop(target.a), self._factors.pop(target.b)
         staged = self._place(target.weight)
-        if target.weight in self.bases:  # it came whole, and lies where it is staged
+        if target.weight in self.bases:  # it was sent whole and is staged already
             base = staged
         else:
             base = self.bases[target.weight] = self._base.read(target.weight)
@@ -162,20 +165,22 @@ class AdapterMerge:
         return StagedTensor(info, dtype, whole, place)
 
     def _check(self, target: LoraTarget, infos: Mapping[str, TensorInfo]) -> None:
-        """Check that A and B have come, once, and that B A has the shape of the weight."""
+        """Check that the manifest lists A and B and that B A has the shape of the weight."""
         name, first = target.weight, self._inventory.first_name.get(target.weight)
         if first is None:
             raise InvalidWeights("the model has no tensor of this name", name)
         live = self._inventory.tensors[first]
         if dtype_name(live) not in FACTORS:
-            raise InvalidWeights(f"it is {dtype_name(live)}: an adapter is added to {', '.join(FACTORS)}", name)
+            raise InvalidWeights(f"its dtype is {dtype_name(live)}: adapters can change {', '.join(FACTORS)}", name)
         if self._targets[target.a] is not target or self._targets[target.b] is not target or target.a == target.b:
-            raise InvalidWeights("its A or B belongs to another tensor as well: each is for one weight", name)
+            raise InvalidWeights("its A or B belongs to another tensor as well: each must be for one weight", name)
         a, b = infos.get(target.a), infos.get(target.b)
         if a is None or b is None:
-            raise InvalidWeights(f"its A or B does not come: {target.a!r} and {target.b!r} must be in the manifest", name)
+            raise InvalidWeights(f"its A or B is missing: {target.a!r} and {target.b!r} must be in the manifest", name)
         if a.dtype != b.dtype or a.dtype not in FACTORS:
-            raise InvalidWeights(f"A is {a.dtype}, B is {b.dtype}: both must have one of {', '.join(FACTORS)}", name)
+            raise InvalidWeights(
+                f"A is {a.dtype}, B is {b.dtype}: both must have the same dtype, one of {', '.join(FACTORS)}", name
+            )
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise InvalidWeights(f"A is {a.shape}, B is {b.shape}: must be [rank, in] and [out, rank]", name)
         product = (a.shape[1], b.shape[0]) if target.transposed else (b.shape[0], a.shape[1])
@@ -189,7 +194,7 @@ class AdapterMerge:
     def _check_written(self, names: Iterable[str]) -> None:
         for name, times in Counter(names).items():
             if times > 1:
-                raise InvalidWeights("the adapter changes it twice: merge its parts into one", name)
+                raise InvalidWeights("the adapter changes it more than once: merge the parts into one", name)
             tied = [other for other, first in self._inventory.first_name.items() if first == self._inventory.first_name[name]]
             if len(tied) > 1:
                 raise InvalidWeights(
@@ -198,13 +203,13 @@ class AdapterMerge:
                     name,
                 )
             if not self._inventory.tensors[name].is_contiguous():
-                raise InvalidWeights("it does not lie contiguously in this engine and cannot be refreshed", name)
+                raise InvalidWeights("not contiguous in this engine, so it cannot be refreshed", name)
 
 
 def merge_into(staged: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, target: LoraTarget) -> torch.Tensor:
-    """Write base + scale · B A into `staged`, [out, in] or, transposed, [in, out]; returns it. a: [rank, in], b: [out, rank].
-    Factors of two bytes are multiplied in fp32 and the product is rounded to their dtype; a product wider than the weight is
-    added before the one rounding to it."""
+    """Write base + scale · B A into `staged`, [out, in] or, if transposed, [in, out]; returns it. a: [rank, in], b: [out,
+    rank]. Factors of two bytes are multiplied in fp32 and the product is rounded to their dtype. A product wider than the
+    weight is added before it is rounded once."""
     narrow: Any = b.dtype if b.dtype.itemsize == 2 else None
     if narrow is not None:
         a, b = a.float(), b.float()

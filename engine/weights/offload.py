@@ -1,26 +1,26 @@
-"""Weight offload: some decoder layers live in host memory, and each is on the device in time for its turn.
+"""Weight offload: some decoder layers are in host memory and are prefetched to the device before they run.
 
-Groups of layers with the last ones of each offloaded, copied ahead into static buffers: vLLM, change #29941 (offloader v2).
-Here 20 layers with group_size 4, num_in_group 1 and prefetch_step 2. Layers 3, 7, 11, 15 and 19 are offloaded, the k-th of
+Groups of layers whose last ones are offloaded and prefetched into static buffers follow vLLM's change #29941 (offloader v2).
+Here 20 layers with group_size 4, num_in_group 1 and prefetch_step 2: layers 3, 7, 11, 15 and 19 are offloaded, and the k-th of
 them always uses slot k mod 2:
 
-    masters   │ 3 │ 7 │ 11 │ 15 │ 19 │    host memory (pinned on CUDA): one buffer for each layer, its tensors side by side
-    slots     │ 0 │ 1 │                   device, static: each as large as the largest of these layers, laid out alike; the
+    masters   │ 3 │ 7 │ 11 │ 15 │ 19 │    host memory (pinned for CUDA): one buffer per layer with adjacent tensors
+    slots     │ 0 │ 1 │                   device memory, static: each as large as the largest of these layers, same layout; the
                                           `.data` of the parameters are views of them
-    over time, one forward and the beginning of the next:
+    one forward and the beginning of the next, over time:
 
     compute   0 1 2 [ 3 ] 4 5 6 [ 7 ] 8 9 10 [ 11 ] 12 13 14 [ 15 ] 16 17 18 [ 19 ] head ┊ 0 1 2 [ 3 ] 4 5 6 [ 7 ] …
     slot 0    ────── 3 ───┤ ← 11 ├─────────── 11 ──┤ ← 19 ├────────────────── 19 ──┤ ← 3 ┊ ├────── 3 ───┤ ← 11 …
     slot 1    ──────────────── 7 ──────┤ ← 15 ├─────────────────────── 15 ──┤ ← 7 ├──────┊ ─────────────── 7 ─────┤ ← 15 …
 
-As soon as a layer has run, its slot takes the next layer of that slot: `prefetch_step` offloaded layers ahead, around the end
-of the forward. So between two forwards slot k holds the k-th layer, or it is on its way. On CUDA two waits order it all:
+When a layer has run, the next layer of its slot is copied into it: `prefetch_step` offloaded layers ahead, also across the end
+of the forward. So between two forwards, slot k holds the k-th layer or its copy is in flight. On CUDA two waits order the work:
 
     compute   … │ wait(filled k) │ layer k ─ ran k │ …                         … │ wait(filled k + 2) │ layer k + 2 …
     copies                         wait(ran k) │ slot ← layer k + 2 ─ filled k + 2 │
 
-A CUDA graph replays addresses and copies as they were captured, so its beginning and its end must find the slots alike and no
-copy under way: see `SlotRing.join`.
+A CUDA graph replays the captured addresses and copies, so it must begin and end with the same slots and no copy in flight: see
+`SlotRing.join`.
 """
 
 from __future__ import annotations
@@ -35,30 +35,35 @@ from torch import nn
 from engine.config import WeightOffload
 from engine.memory import DeviceMemory, host_buffer, placed, side_by_side, storage_bytes
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger("rollout.engine.weights")
 
 
 class SlotRing:
-    """Which layer is in which slot, and when. `layers`, `slots`: how many; layers are numbered among the offloaded ones.
-    `copy(k)` issues the copy of layer k into its slot. `cuda`: torch.cuda, tests have another one; None: copies run in line."""
+    """Schedules the copies of layers into slots.
+
+    Args:
+        layers, slots: their numbers; layers are numbered among the offloaded ones.
+        copy: `copy(k)` launches the copy of layer k into its slot.
+        cuda: torch.cuda, or a stand-in for tests; None: copies run in line with the compute.
+    """
 
     def __init__(self, layers: int, slots: int, copy: Callable[[int], None], device: torch.device, cuda: Any) -> None:
         assert 1 <= slots <= layers
         self.slots = slots
         self._next = [k + slots if k + slots < layers else k % slots for k in range(layers)]
-        """the layer that uses the same slot after layer k; k itself if it has the slot alone"""
+        """next layer that uses the slot of layer k; k itself if it has the slot alone"""
         self._copy = copy
         self._device = device
         self._cuda = cuda
         self._stream: Any = None if cuda is None else cuda.Stream(device)
         self._holds: list[int | None] = [None] * slots
-        """the layer that is in each slot, or on its way; None: nothing that one could name"""
+        """layer in each slot, or whose copy into it is in flight; None: unknown"""
         self._filled: list[Any] = [None] * slots
-        """event behind the copy into each slot, until the compute waits for it"""
+        """event after the copy into each slot, until the compute waits for it"""
 
     def before(self, k: int) -> None:
-        """Have the compute that is issued from here on find layer k in its slot. It is there or on its way, unless a forward
-        broke off or runs its layers in an order of its own."""
+        """Let the compute launched from here on wait until layer k is in its slot. The copy is missing only if a forward was
+        aborted or runs its layers in another order; then it is launched now."""
         slot = k % self.slots
         if self._holds[slot] != k:
             self._fetch(k)
@@ -67,28 +72,27 @@ class SlotRing:
             self._filled[slot] = None
 
     def after(self, k: int) -> None:
-        """Note that layer k has been issued: its slot goes to the layer that needs it next."""
+        """Record that layer k was launched: launch the copy of the next layer of its slot."""
         if self._next[k] != k:
             self._fetch(self._next[k])
 
     def fill(self) -> None:
-        """Copy the first layers anew: what is in the slots is out of date, or, after a CUDA graph whose capture failed, not
-        known."""
+        """Copy the first layers again: the slots are outdated, or unknown after a failed CUDA graph capture."""
         for k in range(self.slots):
             self._fetch(k)
 
     def join(self) -> None:
-        """Have every slot hold its first layer for what the compute stream does from here on, and no copy under way beside it.
+        """Let the compute stream wait until every slot holds its first layer, with no copy in flight.
 
-        For CUDA graphs: before a capture (work inside must not wait for events outside), as the last thing inside it (every
-        stream that it forked must join), and before each replay (a step without the graph may have left copies under way).
-        What a capture leaves noted here is true: it begins and ends in the same state, and so does each replay. In such
-        steps the copies for the next forward do not run beside sampling; between ordinary steps they do."""
+        For CUDA graphs: call it before a capture (captured work must not wait for outside events), at its end (every forked
+        stream must join), and before each replay (a step without the graph may have left copies in flight). The recorded state
+        is right for every replay, since the capture begins and ends in the same state. In these steps, the copies for the next
+        forward do not overlap with sampling."""
         for k in range(self.slots):
             self.before(k)
 
     def settle(self) -> None:
-        """Wait on the host until no copy and no layer is under way: masters may be written, slots may go."""
+        """Wait on the host until no copy and no layer is in flight, so that masters can be written and slots freed."""
         if self._cuda is not None:
             self._cuda.synchronize(self._device)
 
@@ -106,12 +110,12 @@ class SlotRing:
 
 
 class OffloadedLayer:
-    """The parameters of a layer and their masters in host memory, which `Weights` writes."""
+    """Parameters of a layer, and their masters in host memory, which `Weights` writes."""
 
     def __init__(self, module: nn.Module, pinned: bool) -> None:
         self.parameters = list(module.parameters())
         self._like = [parameter.data.to("meta") for parameter in self.parameters]
-        """their shapes and dtypes, also while they hold nothing"""
+        """shapes and dtypes, known also while the parameters are released"""
         self.starts, self.size = side_by_side(self.parameters)
         self._pinned = pinned
         self.masters = [nn.Parameter(like.new_empty(0, device="cpu"), requires_grad=False) for like in self._like]
@@ -120,7 +124,7 @@ class OffloadedLayer:
             master.data.copy_(parameter.data)
 
     def allocate(self) -> None:
-        """Allocate masters of zeros."""
+        """Allocate masters, filled with zeros."""
         self.buffer = host_buffer(self.size, self._pinned)
         self.lay(self.masters, self.buffer)
 
@@ -139,17 +143,22 @@ class OffloadedLayer:
 
 
 class OffloadedModel:
-    """A transformers module of which some decoder layers are offloaded. Moves what is not offloaded to the device of
-    `memory`. `cuda`: whose streams order the copies, tests have another one; None = those of `memory`.
+    """A transformers module with offloaded decoder layers. Moves all other parameters to the device of `memory`.
 
-    Raises ValueError, naming the model, where its layers cannot be found, share parameters, or none would be offloaded; the
-    module is as it was then. The hooks that order the copies are around a layer, so torch.compile may take what is inside."""
+    The hooks that order the copies run around each layer, so torch.compile may compile its inside.
+
+    Args:
+        cuda: module whose streams order the copies, for tests; None: that of `memory`.
+
+    Raises:
+        ValueError: the layers cannot be found or share parameters, or none would be offloaded. The module is unchanged.
+    """
 
     def __init__(self, module: nn.Module, name: str, offload: WeightOffload, memory: DeviceMemory, cuda: Any = None) -> None:
         self._name = name
         path, layers = decoder_layers(module, name)
         self.indices = [i for i in range(len(layers)) if i % offload.group_size >= offload.group_size - offload.num_in_group]
-        """of the offloaded layers among all"""
+        """indices of the offloaded layers among all layers"""
         if not self.indices:
             raise ValueError(
                 f"{name}: weight_offload.group_size={offload.group_size} is more than its {len(layers)} layers, so that none "
@@ -161,7 +170,7 @@ class OffloadedModel:
         before = side_by_side(module.parameters())[1]
         self._layers = [OffloadedLayer(layers[i], pinned=not memory.is_host) for i in self.indices]
         self.masters = {id(p): m for layer in self._layers for p, m in zip(layer.parameters, layer.masters, strict=True)}
-        """for each parameter of an offloaded layer the tensor that it is a copy of, by the parameter's id"""
+        """host tensor of each offloaded parameter, by the parameter's id"""
         self.offloaded_bytes = sum(layer.size for layer in self._layers)
         slots = min(offload.prefetch_step, len(self._layers))
         self.ring = SlotRing(len(self._layers), slots, self._copy, memory.device, cuda or memory.streams)
@@ -176,14 +185,14 @@ class OffloadedModel:
         self.attach(module)
 
     def attach(self, module: nn.Module) -> None:
-        """Let the forward of a module over these parameters find them: this one, or another made of the same."""
+        """Register the hooks on a module with these parameters: this one, or another one made of the same parameters."""
         layers = decoder_layers(module, self._name)[1]
         for k, i in enumerate(self.indices):
             layers[i].register_forward_pre_hook(lambda *_, k=k: self.ring.before(k))
             layers[i].register_forward_hook(lambda *_, k=k: self.ring.after(k))
 
     def release_memory(self, keep: bool) -> None:
-        """Give the slots' memory back, and with `keep` false the masters' as well; `restore_memory` takes it again."""
+        """Release the slots, and without `keep` the masters too, until `restore_memory`."""
         self.ring.settle()
         for layer in self._layers:
             layer.empty(layer.parameters)
@@ -192,14 +201,14 @@ class OffloadedModel:
         self._slots = self._slots.new_empty(0)
 
     def restore_memory(self) -> None:
-        """Undo `release_memory`. Slots lie elsewhere than before, and so do masters that were dropped: they are zero."""
+        """Re-allocate the slots at new addresses; masters that were dropped are zero."""
         for layer in self._layers:
             if not layer.buffer.numel():
                 layer.allocate()
         self._take_slots()
 
     def check(self) -> None:
-        """Assert that every parameter lies where the slots were taken."""
+        """Assert that every parameter is in its slot."""
         for k, layer in enumerate(self._layers):
             base = self._slots[k % self.ring.slots].data_ptr()
             for parameter, start in zip(layer.parameters, layer.starts, strict=True):
@@ -233,8 +242,8 @@ class OffloadedModel:
 
 
 def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
-    """Find path and list of the decoder layers: the one outermost list of as many modules as the configuration has layers.
-    Raises ValueError naming the model."""
+    """Return path and list of the decoder layers: the one outermost ModuleList with as many modules as the configuration has
+    layers. Raises ValueError naming the model."""
     count = module.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
     found: dict[str, nn.ModuleList] = {}
     for path, child in module.named_modules():
@@ -250,7 +259,7 @@ def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
 
 
 def _refuse_ties(module: nn.Module, path: str, name: str) -> None:
-    """Check that no parameter of the layer at `path` has a name outside of it. Raises ValueError."""
+    """Check that no parameter of the layer at `path` is tied to another layer. Raises ValueError."""
     names: dict[int, list[str]] = {}
     for other, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(other)

@@ -1,9 +1,9 @@
-"""Memory of the tensors that lie on the device: how it goes to others for a sleep, and comes back.
+"""Memory of the tensors on the device: released for a sleep, and restored.
 
-    region     [ storage │ storage │ … ]     addresses that stay; the memory behind them goes and comes (CUDA)
-    else       each tensor holds nothing meanwhile, and lies elsewhere afterwards
+    region     [ storage │ storage │ … ]     fixed addresses; the physical memory behind them is released (CUDA)
+    else       each tensor is empty meanwhile and has another address afterwards
 
-What graphs were captured with stays right where tensors lie in a region.
+With a region, captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.memory import ALIGNMENT, DeviceMemory, MemoryRegion, host_buffer, pl
 
 
 class ResidentTensors:
-    """tensors: by name, those of the device. Moves them into a region of `memory`, if that has such."""
+    """Moves tensors (by name) into a region of `memory`, if it has regions, and releases and restores them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], memory: DeviceMemory) -> None:
         self._tensors = tensors
@@ -24,23 +24,23 @@ class ResidentTensors:
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._region = settle(tensors.values(), memory)
         self._kept: torch.Tensor | None = None
-        """[bytes] uint8 in host memory: what the region held"""
+        """[bytes] uint8 in host memory: contents of the region"""
         self._away: dict[str, torch.Tensor] = {}
         self.asleep = False
 
     @property
     def stays(self) -> bool:
-        """Tensors lie where they lay, whatever happens."""
+        """Whether the tensors keep their addresses."""
         return self._region is not None
 
     @property
     def size(self) -> int:
-        """Bytes of host memory that keep them for a sleep."""
+        """Bytes of host memory that a sleep with `keep` needs."""
         return side_by_side(self._tensors.values())[1] if self._region is None else len(self._region.data)
 
     def release(self, keep: bool, buffer: Callable[[], torch.Tensor]) -> None:
-        """Give the memory back until `restore`. keep: what it holds moves to `buffer()`, [bytes] uint8 in host memory of at
-        least `size`; tensors of the CPU are there already. Otherwise it is gone."""
+        """Release the memory until `restore`. keep: copy the contents to `buffer()`, [bytes] uint8 of at least `size` in host
+        memory; tensors of the CPU stay in place. Otherwise the contents are lost."""
         assert not self.asleep
         if self._region is not None:
             self._kept = buffer()[: len(self._region.data)].copy_(self._region.data) if keep else None
@@ -57,8 +57,8 @@ class ResidentTensors:
         self.asleep = True
 
     def restore(self) -> None:
-        """Undo `release`; what was not kept is zero on a device, anything on the CPU. Raises what taking the memory raises,
-        and the tensors sleep on then."""
+        """Re-allocate the memory. Tensors that were not kept are zero on a device, and undefined on the CPU. If allocation
+        fails, the error is raised and the tensors stay released."""
         if self._region is not None:
             self._region.restore()
             if self._kept is None:
@@ -76,15 +76,15 @@ class ResidentTensors:
             else:
                 dropped[name] = tensor.data.new_empty(self._shapes[name], device="meta")
         starts, size = side_by_side(dropped.values())
-        memory = host_buffer(size, pin=False)  # in huge pages, as they were
+        memory = host_buffer(size, pin=False)  # in huge pages, as before
         for (name, like), start in zip(dropped.items(), starts, strict=True):
             self._tensors[name].data = placed(memory, start, like)
         self._away, self.asleep = {}, False
 
 
 def settle(tensors: Collection[torch.Tensor], memory: DeviceMemory) -> MemoryRegion | None:
-    """Move tensors into a region of `memory`, storage by storage, so that those that lie side by side go on to. None, and
-    nothing is moved, where it has no regions."""
+    """Move tensors into a region of `memory`. Tensors of one storage stay adjacent. Returns None, and moves nothing, if the
+    memory has no regions."""
     lying: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         lying.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -103,5 +103,5 @@ def settle(tensors: Collection[torch.Tensor], memory: DeviceMemory) -> MemoryReg
             tensor.data = placed(region.data, begin, tensor)
         start += sizes[at]
         del storage, whole
-        memory.trim()  # so that the model is there once, not twice
+        memory.trim()  # so that the device never holds the model twice
     return region

@@ -1,13 +1,13 @@
-"""Staging: the bytes of a refresh come in slice by slice, are cast, digested and looked through, while generation goes on.
+"""Staging: receives the bytes of a refresh slice by slice, and hashes, casts and checks them, while generation continues.
 
-    payload    the tensors' bytes, one after the other in the manifest's order, in the dtype they are sent in
+    payload    the bytes of the tensors in the manifest's order, in the dtype in which they are sent
                ┌ embed ──────┬ q ───┬ k ─┬ … ┐
-    slice      at most SLICE_BYTES of one tensor, the unit of all work here: copied, then read again while it is in the cache
-    staged     the same tensors in the model's dtype, in host memory; a slice that must be cast waits in the scratch first
+    slice      at most SLICE_BYTES of one tensor, the unit of work: copied, then read again while it is in the CPU cache
+    staged     the same tensors in the model's dtype, in host memory; a slice that must be cast goes through a scratch buffer
 
-Whatever the transport, a payload is read through a `Source`, which fills the memory it is given: one copy from where the
-trainer put the bytes to where they are staged. The digest is taken of that copy, so nothing that happens to the original
-later can matter. xxh3-128 for each tensor: slime's delta refresh.
+Every transport provides a `Source`, which fills the given memory: one copy from the trainer's memory to the staging buffer. The
+digest is taken of that copy, so later changes of the original have no effect. Hashing each tensor with xxh3-128 follows slime's
+delta refresh.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from engine.weights.tensors import InvalidWeights, tensor_bytes
 
 SLICE_BYTES = 1 << 20
 GRAIN = 32_768
-"""elements up to which torch works in the calling thread alone (at::internal::GRAIN_SIZE)"""
+"""largest number of elements that torch processes in the calling thread alone (at::internal::GRAIN_SIZE)"""
 _INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Source = Callable[[Any], int]
-"""fills the beginning of [bytes] uint8, an array, or a tensor where it is staged on a device, with the next bytes of the
-payload; returns how many, 0 = none have come yet"""
+"""fills the beginning of [bytes] uint8 (an array; a tensor if staging on a device) with the next bytes of the payload. Returns
+the number of bytes; 0: none are available yet"""
 
 
 class StagedTensor:
-    """A tensor of the payload. `target`: the model's name for it; None: a second name of a tensor that is there already, or a
-    factor of an adapter. `place`: [elements] its staged twin, or, on any device, the live tensor itself."""
+    """A tensor of the payload.
+
+    Args:
+        target: the model's name of the tensor that it writes; None: it repeats a tied tensor, or is a factor of an adapter.
+        place: [elements] where it is staged; of dropped weights, the live tensor itself.
+    """
 
     __slots__ = ("info", "dtype", "target", "place", "nbytes")
 
@@ -48,19 +52,19 @@ class StagedTensor:
         self.nbytes = math.prod(info.shape) * dtype.itemsize
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Return where `count` bytes of the payload from byte `start` of the tensor belong."""
+        """Return the staged elements of `count` payload bytes from byte `start` of the tensor."""
         assert self.place is not None
         return self.place[start // self.dtype.itemsize : (start + count) // self.dtype.itemsize]
 
     def land(self, staged: torch.Tensor, start: int) -> None:
-        """Copy checked elements that belong on a device there."""
+        """Copy checked elements to their place, if that is on a device."""
         assert self.place is not None
         if not self.place.is_cpu:
             self.elements(start, len(staged) * self.dtype.itemsize).copy_(staged)
 
 
 class TensorSlices(Protocol):
-    """What makes staged tensors of others that came: `engine.weights.lora.Merging`."""
+    """Computes staged tensors from others that arrived: `engine.weights.lora.AdapterMerge`."""
 
     @property
     def bases(self) -> Mapping[str, torch.Tensor]: ...
@@ -70,8 +74,8 @@ class TensorSlices(Protocol):
 
 
 class Staging:
-    """Takes a payload in. Made by `Weights.begin`; ends by `Weights.commit` or `close`. making: what further tensors are made
-    of the parts."""
+    """Receives a payload. Made by `Weights.begin`, ended by `Weights.commit` or `close`. making: computes further tensors from
+    the parts."""
 
     def __init__(
         self,
@@ -88,14 +92,14 @@ class Staging:
         """bytes of the payload"""
         self.received = 0
         self.complete = False
-        """everything is here and is what the manifest says"""
+        """all bytes have arrived and match the manifest"""
         self.digests: dict[str, str] = {}
-        """of each staged tensor, in the model's dtype"""
+        """digest of each staged tensor, in the model's dtype"""
         self.seconds = 0.0
         """from `begin` to the last byte"""
         self._started = time.perf_counter()
         self.stands_for = self.total if making is None else making.stands_for
-        """bytes of the tensors that are new then"""
+        """bytes of the model's tensors that change with this refresh"""
         self._parts = parts
         self._making = making
         self._scratch = scratch
@@ -103,23 +107,23 @@ class Staging:
         self._closed = False
         self._failure: str | None = None
         self._work = self._work_through()
-        self._advance(None)  # to where it wants its first bytes
+        self._advance(None)  # up to its first request for bytes
 
     @property
     def names(self) -> list[str]:
-        """List the model's names of the tensors that a commit writes, once all is here."""
+        """Names of the tensors that a commit writes, known once staging is complete."""
         return list(self.digests)
 
     @property
     def bases(self) -> Mapping[str, torch.Tensor]:
-        """Return, of each tensor that an adapter changes, what it is added to."""
+        """Base tensor of each tensor that an adapter changes."""
         return {} if self._making is None else self._making.bases
 
     def feed(self, source: Source) -> int:
-        """Take in the next bytes of the payload, at most a slice. Returns how many, 0 if the source has none now.
+        """Read the next bytes of the payload, at most a slice. Returns their number; 0: the source has none yet.
 
-        Raises InvalidWeights for bytes that are not what the manifest says, NaN and infinity, and what `source` raises. A
-        staging that has failed only fails again."""
+        Raises InvalidWeights if bytes do not match the manifest or are NaN or infinity, and any error of `source`. After an
+        error, every further call fails."""
         if self._failure is not None:
             raise InvalidWeights(f"this refresh has failed: {self._failure}")
         before = self.received
@@ -131,12 +135,12 @@ class Staging:
         return self.received - before
 
     def feed_all(self, source: Source) -> None:
-        """Take in the whole payload from a source that has it. Raises as `feed`."""
+        """Read the whole payload from a source that has all of it. Raises as `feed`."""
         while not self.complete:
             self.feed(source)
 
     def close(self) -> None:
-        """Give the staging memory free, and hold numbers only from here on. May be repeated."""
+        """Free the staging memory; counters and digests stay. May be called again."""
         self._failure = self._failure or "it was closed"
         if not self._closed:
             self._closed = True
@@ -150,7 +154,7 @@ class Staging:
             self.seconds = time.perf_counter() - self._started
 
     def _work_through(self) -> Generator[bool, Source | None, None]:
-        """Take in the slices, from the first to the last; yields False where it is to be sent a source, and True at the end."""
+        """Process all slices in order. Yields False to request a source, and True at the end."""
         for part in self._parts:
             sent, cast = xxhash.xxh3_128(), xxhash.xxh3_128()
             for start in range(0, part.nbytes, SLICE_BYTES):
@@ -166,7 +170,7 @@ class Staging:
                     raise _not_finite(part, raw)
                 part.land(staged, start)
             if sent.hexdigest() != part.info.digest:
-                raise InvalidWeights("the bytes are not those of the manifest's digest: damaged, or changed", part.info.name)
+                raise InvalidWeights("the bytes do not match the manifest's digest", part.info.name)
             if part.target is not None:
                 assert part.place is not None
                 self.digests[part.target] = (sent if part.place.dtype == part.dtype else cast).hexdigest()
@@ -176,7 +180,7 @@ class Staging:
         yield True
 
     def _slice(self, part: StagedTensor, start: int) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Return where the payload from byte `start` of a tensor goes, [slice] uint8, and the staged elements that it
+        """Return the memory for the payload from byte `start` of a tensor on, [slice] uint8, and the staged elements that it
         becomes."""
         count = min(SLICE_BYTES, part.nbytes - start)
         if part.place is None:
@@ -192,23 +196,23 @@ class Staging:
             source = yield False
             assert source is not None
             count = source(raw[filled:])
-            del source  # whose payload may be closed while this waits for the next one
+            del source  # its payload may be closed before the next request
             assert 0 <= count <= len(raw) - filled
             filled += count
             self.received += count
 
 
 def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `target` in pieces that torch does not spread over threads: beside a trainer that uses the cores,
-    threads that wait for each other take many times as long."""
+    """Copy `source` to `target` in pieces so small that torch uses one thread: with a busy trainer on the same cores, threads
+    that wait for each other take many times as long."""
     for start in range(0, len(source), GRAIN):
         target[start : start + GRAIN].copy_(source[start : start + GRAIN])
 
 
 def finite(values: torch.Tensor) -> bool:
-    """Whether there is no NaN and no infinity among [elements] floats of 2, 4 or 8 bytes on the CPU.
+    """Return whether [elements] floats of 2, 4 or 8 bytes on the CPU contain no NaN and no infinity.
 
-    Read as signed integers, everything from +infinity on is the largest; read as unsigned ones, everything from -infinity on.
+    As signed integers, +infinity and positive NaN are the largest values; as unsigned integers, -infinity and negative NaN are.
     So two maxima decide, without a temporary."""
     if not values.numel():
         return True
@@ -226,7 +230,7 @@ def _not_finite(part: StagedTensor, raw: np.ndarray) -> InvalidWeights:
 
 
 def source_of(arrays: Iterable[np.ndarray]) -> Source:
-    """Make a source of [bytes] uint8 arrays, read one after the other."""
+    """Make a source of [bytes] uint8 arrays, read in order."""
     left = iter(arrays)
     current = np.zeros(0, np.uint8)
 

@@ -1,7 +1,7 @@
-"""Names and bytes of a model's tensors: what an engine refreshes, and what a trainer sends.
+"""Names and bytes of a model's tensors, for the engine that refreshes them and the trainer that sends them.
 
-Imports torch and `engine.types`, nothing else of the engine, so that a trainer's process may use it as well: there is one
-answer to "which tensors does a model have" and to "which bytes is a tensor".
+Imports torch and `engine.types` only, so that a trainer can import it: both sides agree on which tensors a model has and which
+bytes a tensor is.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 }
-"""what a tensor may be sent in: floats, which can be cast to the model's dtype"""
+"""dtypes in which a tensor may be sent: floats, which the engine can cast to the model's dtype"""
 
 NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class InvalidWeights(ValueError):
-    """A refresh that cannot be applied; the weights are what they were. `tensor` names the one at fault, if it is one."""
+    """A refresh cannot be applied; the weights are unchanged. `tensor`: name of the tensor at fault, if it is one."""
 
     def __init__(self, message: str, tensor: str | None = None) -> None:
         super().__init__(message if tensor is None else f"tensor {tensor!r}: {message}")
@@ -33,47 +33,47 @@ class InvalidWeights(ValueError):
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Name a tensor's dtype as a manifest has it, e.g. "bfloat16"."""
+    """Name the dtype of a tensor as manifests do, for example "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [bytes] uint8 on the tensor's device: its elements in C order. A view if it is contiguous, else a copy."""
+    """Return [bytes] uint8 on the tensor's device: its elements in C order. A view if the tensor is contiguous, else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return [bytes] uint8 in host memory: its elements in C order. A view if it lies so on the CPU, else a copy."""
+    """Return [bytes] uint8 in host memory: the elements in C order. A view of a contiguous CPU tensor, else a copy."""
     array: np.ndarray = flat_bytes(tensor.detach().cpu()).numpy()
     return array
 
 
 def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
-    """Describe a tensor for a manifest, its digest left empty. Raises InvalidWeights for anything but a dense tensor."""
+    """Describe a tensor for a manifest, without a digest. Raises InvalidWeights if it is not a dense tensor with data."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        raise InvalidWeights(f"cannot be sent: give a dense tensor with data, not a {type(tensor).__name__} without", name)
+        raise InvalidWeights(f"cannot be sent: pass a dense tensor with data, not this {type(tensor).__name__}", name)
     return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
 
 
 def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:
-    """Return `info_of` a tensor and its `tensor_bytes`."""
+    """Return `info_of` and `tensor_bytes` of a tensor."""
     return info_of(name, tensor), tensor_bytes(tensor)
 
 
 def digest_of(data: np.ndarray) -> str:
-    """Take the xxh3-128 (hex) of [bytes] uint8."""
+    """Return the xxh3-128 (hex) of [bytes] uint8."""
     return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def with_digest(info: TensorInfo, data: np.ndarray) -> TensorInfo:
-    """Fill in the digest of `data`, [bytes] uint8."""
+    """Set the digest to that of `data`, [bytes] uint8."""
     return msgspec.structs.replace(info, digest=digest_of(data))
 
 
 def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     """List the (name, tensor) pairs of a module (its `checkpoint_tensors`), a state dict or any iterable of pairs. Raises
-    InvalidWeights for anything else."""
-    wanted = "a refresh takes the model, its state_dict(), or pairs of name and tensor as model.named_parameters() gives them"
+    InvalidWeights for other arguments."""
+    wanted = "a refresh takes the model, its state_dict(), or (name, tensor) pairs as from model.named_parameters()"
     if isinstance(named_tensors, torch.nn.Module):
         named_tensors, _ = checkpoint_tensors(named_tensors)
     if not isinstance(named_tensors, Iterable):
@@ -82,12 +82,12 @@ def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
-    return [(str(name), tensor) for name, tensor in pairs]  # numpy's strings are strings, and cannot travel
+    return [(str(name), tensor) for name, tensor in pairs]  # numpy.str_ cannot be encoded
 
 
 def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors that a checkpoint of a module holds, parameters and persistent buffers, each once under its first
-    name; and for every name that first name, since tied tensors have several."""
+    """Return the tensors that a checkpoint of a module contains (parameters and persistent buffers), each once under its first
+    name; and a map from every name to that first name, since tied tensors have several."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named |= persistent_buffers(module)
     owner: dict[int, str] = {}
@@ -96,7 +96,7 @@ def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor]
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Find the buffers that are in a module's state dict, without making one, which would gather shards."""
+    """Return the buffers of a module's state dict, without building the state dict, which would gather shards."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Which versions weights may have: they only grow, over restarts as well, and each names one digest."""
+"""Rules for weight versions: they only grow, also over restarts, and each version has one digest."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ def next_version(live: int, before: Served, asked: int | None) -> int:
     """Return the version of the next weights. Raises InvalidWeights.
 
     Args:
-        before: the newest weights that were served before a restart.
-        asked: None = above all there were."""
+        before: newest weights served before a restart.
+        asked: version to use; None: one more than all versions so far.
+    """
     version = max(live, before.version) + 1 if asked is None else asked
     if not live < version < VERSION_LIMIT:
         raise InvalidWeights(f"version {version} is not above the live one, {live}: versions only grow")
     if version < before.version:
         raise InvalidWeights(
-            f"version {version}: version {before.version} was served before the restart, and versions only grow. Give a higher "
-            f"one, or none; or version {before.version} with the weights that it was"
+            f"version {version}: version {before.version} was served before the restart, and versions only grow. Pass a higher "
+            f"version or none; or pass version {before.version} with the same weights"
         )
     return version
 
 
 def check_named(weights: Served, before: Served) -> None:
-    """Raises InvalidWeights for other weights under the version that was served before a restart."""
+    """Raises InvalidWeights if a version that was served before a restart now has other weights."""
     if weights.differ(before):
         raise InvalidWeights(
-            f"version {weights.version} was served before the restart with other weights (digest {before.digest:.12}…, these "
-            f"have {weights.digest:.12}…): give these a higher one, or none"
+            f"version {weights.version} was served before the restart with other weights (digest {before.digest:.12}…, now "
+            f"{weights.digest:.12}…): pass a higher version or none"
         )

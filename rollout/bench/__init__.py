@@ -1,14 +1,16 @@
-"""`rollout bench`: named workloads through the whole service, or with --in-process through the engine alone.
+"""`rollout bench`: measures workloads through the whole service, or with --in-process through the engine alone.
 
-workloads.py   the table of workloads, and the KV each needs
-inputs.py      prompts, lengths and models
-target.py      what is driven: the service as a process of its own, or an engine in this one
-runner.py      warm up, run, measure, check; one dict a run and one summary
-report.py      the table, rows as lines of text, and the JSON lines
-special.py     benchmarks that are no workload, by name
+harness.py     options, engine configuration and errors that all benchmarks share
+command.py     the command: names, checks, order of runs
+report.py      JSON lines, lines of text, tables
+workloads.py   the named workloads, and the KV that each needs
+runner.py      runs a workload: warm-up, runs, checks, summary
+against.py     other engines as processes; checkouts.py: another checkout of this project
+inputs.py      prompts, lengths and models;  target.py: the service or engine that is measured
+gpu.py         the benchmark of the CUDA path, a command of its own
 """
 
 from rollout.bench.command import run
-from rollout.bench.errors import BenchFailed
+from rollout.bench.harness import BenchFailed, BenchOptions
 
-__all__ = ["BenchFailed", "run"]
+__all__ = ["BenchFailed", "BenchOptions", "run"]

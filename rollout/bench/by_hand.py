@@ -1,6 +1,6 @@
-"""Steps made by hand: a batch of any rows over a KV pool of random numbers, run through an engine's own model and attention.
+"""Steps built by hand: a batch of any rows over a KV pool of random numbers, computed by an engine's model and attention.
 
-For what the scheduler would take minutes to get to, or never would: all sequences at one length, one batch in several tables.
+For batches that the scheduler would reach after minutes, or never: all sequences at one length, one batch with several tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.memory import free_memory
 from engine.scheduling.plan import SharedPrefix, plan_by_hand
 
 PATTERN = 61
-"""different blocks in a pool; a prime, so that neighbours in a table differ whatever its layout"""
+"""different blocks in a pool; a prime, so that neighbours in a table differ in every layout"""
 
 
 def batch_of(
@@ -36,10 +36,11 @@ def batch_of(
     shared: np.ndarray | None = None,
     seed: int = 0,
 ) -> Batch:
-    """Build a batch of R rows that compute the last `count` of their `context` tokens, random ids, and want the last one's
+    """Build a batch of R rows that compute the last `count` of their `context` tokens, with random ids, and the last one's
     logits.
 
-    context, count: of all rows, or [R] of each. table [R, M] int32, M blocks that hold the longest. shared: as in `Batch`."""
+    context, count: of all rows, or [R] of each. table: [R, M] int32, with M blocks for the longest row. shared: as in
+    `Batch`."""
     rows, size = len(table), engine.config.block_size
     contexts, counts = np.broadcast_to(context, rows), np.broadcast_to(count, rows)
     assert table.shape[1] == -(-contexts.max() // size) and counts.min() >= 1 and (counts <= contexts).all()
@@ -52,8 +53,8 @@ def batch_of(
 
 
 def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndarray:
-    """Make a table [rows, blocks] int32 in which nobody shares anything, scattered over the first blocks of the pool. context:
-    of all rows, or [rows] of each; the table is 0 behind the blocks of shorter ones."""
+    """Make a table [rows, blocks] int32 without shared blocks, scattered over the first blocks of the pool. context: of all
+    rows, or [rows] of each. Unused entries are 0."""
     blocks = -(-np.broadcast_to(context, rows) // block_size)
     table = np.zeros((rows, int(blocks.max())), np.int32)
     table[np.arange(table.shape[1]) < blocks[:, None]] = np.random.default_rng(0).permutation(int(blocks.sum()))
@@ -62,14 +63,14 @@ def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndar
 
 @torch.inference_mode()
 def prepared(engine: Engine, batch: Batch) -> Batch:
-    """Return a batch with what the attention wants. On a device the arrays lie where the next batch's will lie."""
+    """Return a batch with its attention metadata. On a GPU the next batch's metadata overwrites it."""
     return replace(batch, attention=engine.worker.backend.prepare(batch, engine.worker.kv))
 
 
 @torch.inference_mode()
 def forward_of(engine: Engine, batch: Batch) -> torch.Tensor:
-    """Compute the logits [S, vocabulary] of a prepared batch as a step of the engine does: replayed where that would be. The
-    next call may write over them."""
+    """Compute the logits [S, vocabulary] of a prepared batch as a step of the engine does, from a CUDA graph if that would. The
+    next call may overwrite them."""
     run = engine.worker.graphs if replayed(engine, batch) else engine.model
     assert run is not None
     return run.forward(batch, engine.worker.kv, engine.worker.backend)
@@ -80,13 +81,14 @@ def forward(engine: Engine, batch: Batch) -> torch.Tensor:
 
 
 def replayed(engine: Engine, batch: Batch) -> bool:
-    """Whether the forward of a batch runs from a CUDA graph."""
+    """Whether a CUDA graph computes the forward of a batch."""
     return engine.worker.graphs is not None and engine.worker.graphs.covers(batch)
 
 
 @torch.inference_mode()
 def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Tensor]:
-    """Return what runs the attention of all layers for a prepared batch like this one: from a CUDA graph where decode is."""
+    """Return a function that computes the attention of all layers for a prepared batch of this shape, from a CUDA graph if
+    decode uses one."""
     geometry, device = engine.model.geometry, engine.model.device
 
     def random(heads: int, width: int) -> torch.Tensor:
@@ -104,12 +106,12 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
         return torch.inference_mode()(layers)
     first = prepared(engine, batch)
     replay = cuda_capture(torch.cuda.Stream())(lambda: layers(first))
-    # the index arrays of every batch lie at the same addresses; the graph knows those of q, k and v, which `layers` holds
+    # metadata of every batch is at the same addresses; `layers` keeps q, k and v alive for the graph
     return torch.inference_mode()(lambda _, layers=layers: replay())
 
 
 def fill(kv: PagedKV) -> None:
-    """Fill the pool with random numbers, always the same ones."""
+    """Fill the pool with random numbers from a fixed seed."""
     generator = torch.Generator(kv.data.device).manual_seed(0)
     if kv.geometry.fp8:
         base = _filled(kv.geometry, kv.block_size, kv.data.device, generator)
@@ -121,7 +123,7 @@ def fill(kv: PagedKV) -> None:
 
 
 def _filled(geometry: KVGeometry, block_size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """[PATTERN, ...] blocks of random numbers in fp8."""
+    """Return [PATTERN, ...] blocks of random numbers in fp8."""
     data = torch.zeros((PATTERN, *geometry.block_shape(block_size)), dtype=geometry.stored, device=device)
     slots = torch.arange(PATTERN * block_size, device=device)
     pool: Any = SimpleNamespace(data=data, geometry=geometry, block_size=block_size)
@@ -135,8 +137,7 @@ def _filled(geometry: KVGeometry, block_size: int, device: torch.device, generat
 def in_turn(
     engine: Engine, batches: Mapping[str, Batch], work: Callable[[Batch], object], repeat: int
 ) -> dict[str, list[float]]:
-    """Time `work` for each batch, `repeat` times, in turn: milliseconds. That a batch is prepared for the attention does not
-    count."""
+    """Time `work` for each batch, `repeat` times in turn. Returns milliseconds, without the preparation of the batch."""
     ready: dict[str, Batch] = {}
 
     def prepare(name: str) -> None:
@@ -154,8 +155,8 @@ def milliseconds(
     repeat: int,
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Time each work `repeat` times, in turn, after one round that does not count: milliseconds. `before` runs before each of
-    them, off the clock."""
+    """Time each work `repeat` times in turn, after one round of warm-up. Returns milliseconds. before: called with the name
+    before each timing."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeat + 1):
         for name, work in works.items():
@@ -179,12 +180,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_on(device: torch.device) -> int:
-    """Return the bytes that a pool on this device may take."""
+    """Return the free bytes for a pool on this device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 def release(device: torch.device) -> None:
-    """Free what dropped engines hold, before the next one asks for memory: they refer to themselves in cycles."""
+    """Free the memory of dropped engines, which contain reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,184 +1,165 @@
-"""The command: workloads one after the other, each in a target of its own."""
+"""The command `rollout bench`: checks its options, then runs benchmarks and workloads one after the other."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
 
 import msgspec
 import torch
-from rich.console import Console
 
-from engine.config import EngineConfig, IsaName, KVName
-from rollout import models
+from rollout.bench import (
+    delta,
+    fidelity,
+    fleet,
+    host,
+    http,
+    keys,
+    lora,
+    products,
+    refresh,
+    score,
+    sharing,
+    train_step,
+    turns,
+)
 from rollout.bench.against import parse
+from rollout.bench.checkouts import compare
 from rollout.bench.floor import MachineRates
-from rollout.bench.inputs import PromptText, long_enough
-from rollout.bench.report import print_row, print_run, print_start, print_table, write_json
+from rollout.bench.harness import Benchmark, BenchOptions, BenchSetup, Row
+from rollout.bench.inputs import long_enough
+from rollout.bench.report import Report, open_json, origin_of
 from rollout.bench.runner import measure
-from rollout.bench.special import SPECIAL, WITH_MODEL, WITHOUT_MODEL, BenchArguments
-from rollout.bench.target import open_engine, open_service
-from rollout.bench.workloads import WORKLOADS, Workload, find
+from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
+BENCHMARKS = {
+    "delta": Benchmark(delta.measure, in_process=False),
+    "fidelity": Benchmark(fidelity.measure, any_kv=True),
+    "fleet": Benchmark(fleet.measure, in_process=False),
+    "host": Benchmark(host.measure),
+    "http": Benchmark(http.measure, in_process=False),
+    "keys": Benchmark(keys.measure),
+    "lora": Benchmark(lora.measure, in_process=False),
+    "products": Benchmark(products.measure),
+    "refresh": Benchmark(refresh.measure, in_process=False),
+    "score": Benchmark(score.measure),
+    "sharing": Benchmark(sharing.measure_model, any_kv=True, on_device=True),
+    "train_step": Benchmark(train_step.measure),
+    "turns": Benchmark(turns.measure, in_process=False),
+}
+"""what is not a workload"""
 
-def run(
-    names: tuple[str, ...],
-    *,
-    model: str,
-    in_process: bool,
-    scale: float,
-    repeat: int,
-    json_file: str | None,
-    dtype: Literal["bfloat16", "float32"],
-    threads: int | None,
-    isa: IsaName = "auto",
-    kv_dtype: KVName = "auto",
-    device: str = "cpu",
-    compare: bool = True,
-    unshared: bool = False,
-    undrafted: bool = False,
-    temperature: float = 1.0,
-    against: str = "",
-    floor: bool = False,
-    replicas: int = 2,
-) -> int:
-    """Measure what is named, and print it. Returns the exit status. Raises InputError for a name or number that cannot be
-    run."""
-    check(names, in_process, scale, repeat)
-    peers = parse(against)
-    check_device(device, names, peers, floor)
-    check_kv(kv_dtype, names, peers, floor)
+COLUMNS = {
+    "workload": "{workload}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "range": "{tokens_per_second_min:.0f}-{tokens_per_second_max:.0f}",
+    "seconds": "{seconds:.2f}",
+    "prefilled": "{prefill_tokens:.0f}",
+    "recomputed": "{recomputed_tokens:.0f}",
+    "off/restored": "{offloaded_blocks:.0f}/{restored_blocks:.0f}",
+    "resets": "{soft_resets:.0f}",
+    "RSS MiB": "{peak_rss_mib:.0f}",
+}
+"""of the table of workloads: medians of the runs; the range is that of the slowest and the fastest run"""
+
+
+def run(options: BenchOptions) -> int:
+    """Run what is named and print the figures. Returns the exit status. Raises InputError for options that do not fit,
+    BenchFailed for a run that did not do its work."""
+    peers, checkout = parse(options.against)
+    check(options, peers, checkout)
     with ExitStack() as stack:
-        out = open_out(stack, json_file)
-        measure_without_model(names, scale, threads, out)
-        if set(names) <= set(WITHOUT_MODEL):
+        report = Report(open_json(stack, options.json_file), origin_of(options.command))
+        if checkout is not None:
+            compare(options, checkout, report)
             return 0
-        open_target = open_engine if in_process else open_service
-        folder = models.resolve(model)
-        text = PromptText(models.load_tokenizer(folder))
-        engine = EngineConfig(dtype=dtype, threads=threads, isa=isa, kv_dtype=kv_dtype, device=device)
-        measure_special(names, BenchArguments(folder, text, engine, open_target, scale, repeat, replicas), out)
-        rows = partial(
-            measure, text=text, open_target=open_target, repeat=repeat, compare=compare and not peers, unshared=unshared,
-            undrafted=undrafted, against=peers,
-        )  # fmt: skip
-        bounded = bool(peers or floor) and device == "cpu"
-        workloads = [find(name).scaled(scale, engine.block_size, temperature) for name in names if name not in SPECIAL]
-        summaries = [measure_workload(workload, folder, engine, bounded, rows, out) for workload in workloads]
+        setup = BenchSetup(options)
+        for name in (name for name in options.names if name in BENCHMARKS):
+            report.rows(name, BENCHMARKS[name].measure(setup))
+        summaries = [run_workload(name, setup, peers, report) for name in options.names if name in WORKLOADS]
         if summaries:
-            print_table(out.console, summaries)
+            print_summaries(report, summaries)
     return 0
 
 
-class Out(NamedTuple):
-    """Where rows go."""
+def check(options: BenchOptions, peers: Iterable[str], checkout: Path | None) -> None:
+    """Raise InputError for options that do not fit together, before anything is measured."""
+    known = [*WORKLOADS, *BENCHMARKS]
+    flags = [f"--against {name}" for name in peers] + ["--floor"] * options.floor
+    special = [(name, BENCHMARKS[name]) for name in options.names if name in BENCHMARKS]
+    alone = (
+        [name for name, _ in special] + flags + [f"--{name}" for name in ("unshared", "undrafted") if getattr(options, name)]
+    )
+    cuda, on_cpu = options.device != "cpu", [flag for flag in flags if flag != "--against transformers_cb"]
+    rules: list[tuple[object, str]] = [
+        (not options.scale > 0, f"--scale {options.scale}: must be positive"),
+        (options.repeat < 1, f"--repeat {options.repeat}: must be at least 1"),
+        (not options.names, f"name a workload: {', '.join(known)}"),
+        *((name not in known, f"no workload {name!r}; there are: {', '.join(known)}") for name in options.names),
+        *(
+            (options.in_process and not each.in_process, f"{name} runs in several processes: leave --in-process out")
+            for name, each in special
+        ),
+        (
+            cuda and not torch.cuda.is_available(),
+            f"--device {options.device}: torch {torch.__version__} finds no CUDA device here; --device cpu works",
+        ),
+        *(
+            (cuda, f"{name} measures the CPU: leave --device {options.device} out")
+            for name in [*(name for name, each in special if not each.on_device), *on_cpu]
+        ),
+        *(
+            (
+                options.kv_dtype != "auto",
+                f"{name} needs KV in the model's dtype: leave --engine.kv-dtype {options.kv_dtype} out",
+            )
+            for name in [*(name for name, each in special if not each.any_kv), *flags]
+        ),
+        *((checkout is not None, f"--against CHECKOUT compares workloads: leave {name} out") for name in alone),
+    ]
+    for refused, message in rules:
+        if refused:
+            raise InputError(message)
 
-    sink: TextIO | None
-    """one JSON object a line"""
-    console: Console
 
-
-def open_out(stack: ExitStack, json_file: str | None) -> Out:
-    """Open what `--json` names; rows on standard output send the tables to standard error. Raises InputError."""
-    sink = None
-    if json_file is not None:
-        sink = sys.stdout if json_file == "-" else stack.enter_context(_open(json_file))
-    console = Console(stderr=json_file == "-", highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=json_file == "-", highlight=False, width=120)
-    return Out(sink, console)
-
-
-def measure_without_model(names: tuple[str, ...], scale: float, threads: int | None, out: Out) -> None:
-    """Measure what needs no model: WITHOUT_MODEL."""
-    for name, rows in WITHOUT_MODEL.items():
-        if name in names:
-            report_rows(name, rows(scale, threads), out)
-
-
-def measure_special(names: tuple[str, ...], asked: BenchArguments, out: Out) -> None:
-    """Run the benchmarks of WITH_MODEL that are named."""
-    for name, benchmark in WITH_MODEL.items():
-        if name in names:
-            report_rows(name, benchmark.rows(asked), out)
-
-
-def report_rows(name: str, rows: Iterable[dict[str, Any]], out: Out) -> None:
-    """Write and print the rows of a benchmark, each as it comes."""
-    for row in rows:
-        write_json(out.sink, row)
-        print_row(out.console, name, row)
-
-
-def measure_workload(
-    workload: Workload,
-    folder: Path,
-    engine: EngineConfig,
-    bounded: bool,
-    rows: Callable[..., Iterator[dict[str, Any]]],
-    out: Out,
-) -> dict[str, Any]:
-    """Run one workload and tell its rows. bounded: with what bounds it on this machine. rows: `measure`, but for what is
-    named here. Returns the summary."""
-    print_start(out.console, workload)
-    summary: dict[str, Any] = {}
-    with long_enough(folder, workload.tokens) as (served, weights):
-        served_engine = msgspec.structs.replace(engine, model=str(served))
-        bound = MachineRates(served, engine).bounded if bounded else None
-        for row in rows(workload, engine=served_engine, floor=bound):
+def run_workload(name: str, setup: BenchSetup, peers: dict[str, str], report: Report) -> Row:
+    """Run a workload, on its own and beside the peers and variants that the options name. Returns the summary."""
+    options, summary = setup.options, Row()
+    workload = find(name).scaled(options.scale, setup.config().block_size, options.temperature)
+    report.line(
+        f"{workload.name}: {workload.prompts} × {workload.prompt_tokens} prompt tokens, n = {workload.n}, "
+        f"{workload.new_tokens} new"
+    )
+    with long_enough(setup.folder, workload.tokens) as (served, weights):
+        engine = msgspec.structs.replace(setup.config(), model=str(served))
+        bounded = options.device == "cpu" and (peers or options.floor)
+        rows = measure(
+            workload, setup.text, engine, setup.open_target, options.repeat,
+            compare=options.compare and not peers, unshared=options.unshared, undrafted=options.undrafted, against=peers,
+            floor=MachineRates(served, engine).bounded if bounded else None,
+        )  # fmt: skip
+        for row in rows:
             if "summary" in row:
-                summary = row = row | {"model": str(folder), "weights": weights}
+                summary = row = row | {"model": str(setup.folder), "weights": weights}
             else:
-                print_run(out.console, row)
-            write_json(out.sink, row)
+                variant = "".join(f", {each}" for each in [row["workload"].partition("/")[2]] if each)
+                speed = f"{row['seconds']:.2f} s, {row['tokens_per_second']:.0f} tokens/s"
+                report.line(f"  run {row['run']}{variant}: {row['generated_tokens']} tokens in {speed}")
+            report.write(row)
     return summary
 
 
-def check(names: tuple[str, ...], in_process: bool, scale: float, repeat: int) -> None:
-    """Find mistakes before the first minute of measuring. Raises InputError."""
-    if not scale > 0:
-        raise InputError(f"--scale {scale}: must be positive")
-    if repeat < 1:
-        raise InputError(f"--repeat {repeat}: must be at least 1")
-    if not names:
-        raise InputError(f"name a workload: {', '.join([*WORKLOADS, *SPECIAL])}")
-    for name in (name for name, way in WITH_MODEL.items() if way.between_processes and name in names):
-        if in_process:
-            raise InputError(f"{name} goes from process to process: leave --in-process out")
-    for name in names:
-        if name not in WORKLOADS and name not in SPECIAL:
-            raise InputError(f"no workload {name!r}; there are: {', '.join([*WORKLOADS, *SPECIAL])}")
-
-
-def check_device(device: str, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:
-    """Refuse what measures the CPU alone on another device. Raises InputError."""
-    if device == "cpu":
-        return
-    if not torch.cuda.is_available():
-        raise InputError(f"--device {device}: torch {torch.__version__} finds no CUDA device here; --device cpu works")
-    on_cpu = [name for name in names if name in SPECIAL and not (name in WITH_MODEL and WITH_MODEL[name].on_a_device)]
-    on_cpu += [f"--against {name}" for name in peers if name != "transformers_cb"] + ["--floor"] * floor
-    if on_cpu:
-        raise InputError(f"{on_cpu[0]} measures the CPU: leave --device {device} out")
-
-
-def check_kv(kv_dtype: KVName, names: tuple[str, ...], peers: Iterable[str], floor: bool) -> None:
-    """Refuse what measures with KV in the model's dtype. Raises InputError."""
-    if kv_dtype == "auto":
-        return
-    others = [name for name in names if name in SPECIAL and not (name in WITH_MODEL and WITH_MODEL[name].any_kv)]
-    others += ["--floor"] * (floor or bool(list(peers)))
-    if others:
-        raise InputError(f"{others[0]} counts KV in the model's dtype: leave --engine.kv-dtype {kv_dtype} out")
-
-
-def _open(path: str) -> TextIO:
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--json {path}: {error.strerror}") from error
+def print_summaries(report: Report, summaries: list[Row]) -> None:
+    """Print the table of workloads, and below it the ratios to variants, peers and the floor."""
+    report.table(COLUMNS, [row | {"peak_rss_mib": row["peak_rss_bytes"] / 2**20} for row in summaries])
+    for row in summaries:
+        for other in sorted(name.removeprefix("ratio_to_") for name in row if name.startswith("ratio_to_")):
+            ratio, speed = row[f"ratio_to_{other}"], row[f"{other}_tokens_per_second"]
+            report.line(f"{row['workload']}: {ratio:.2f} x {other} ({speed:.0f} tokens/s)")
+        for peer, ratio in row.get("ratios", {}).items():
+            report.line(f"{row['workload']}: {ratio:.2f} x {peer} {row['peers'][peer]}")
+        if "floor_fraction" in row:
+            of = f"of the floor, {row['floor_tokens_per_second']:.0f} tokens/s by {row['floor_bound']}"
+            report.line(f"{row['workload']}: {row['floor_fraction']:.2f} {of}")

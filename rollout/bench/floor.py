@@ -1,18 +1,17 @@
-"""The floor: seconds below which this machine cannot run a workload, whatever computes it.
+"""The floor: the least seconds in which this machine can run a workload.
 
     compute   multiplications and additions of the model's products and of attention / register peak
-    memory    bytes that must be read / rate at which memory is read:
+    memory    bytes read / rate of reading memory:
                 each step    the weights, each group's prefix KV once, each child's suffix KV, the logits
     floor     the larger of the two
 
-The peak is of the instruction set that the service runs, on registers alone (c/peaks.c), so that no library's products are part
-of it; where it runs torch, of the best set of this CPU. A rate belongs to a size: what fits into a cache is read at the cache's
-rate. Attention among the prompt's own tokens, norms, rotary embeddings and all host work count as nothing, and computing and
-reading may overlap altogether: so the floor is a bound, not a goal, and a run above it is an error (`BoundBroken`).
+The peak is that of the service's instruction set, on registers alone (c/peaks.c); if the service computes with torch, that of
+the CPU's best set. The rate depends on the size, because small data stays in a cache. Attention among prompt tokens, norms,
+rotary embeddings and host work count as zero, and computing and reading overlap fully. So the floor is a bound rather than a
+goal, and a run above it is an error (`BoundBroken`).
 
-Both are the best of several looks, before the runs and after them, and the worst look is told beside: a look can be too low, on
-a busy machine, and never too high. What is still above 1 then is looked at once more, and refused.
-"""
+Peak and rates are the best of several measurements, before and after the runs; the worst one is reported too. On a busy machine
+a measurement is too low, never too high. If a run is above the floor, both are measured once more before the error."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,36 +27,36 @@ from safetensors import safe_open
 
 from engine.config import EngineConfig
 from engine.cpu.kernels import Kernels, choose
-from rollout.bench.errors import BoundBroken
+from rollout.bench.harness import BoundBroken, Row
 from rollout.bench.peaks import KINDS, MIB, fastest, reading, register_peak
 from rollout.bench.workloads import Workload
 from rollout.config import InputError
 
 LOOKS = 5
-"""at the peak and at each rate, each time"""
+"""measurements of the peak and of each rate, each time"""
 LARGEST = 1024 * MIB
-"""bytes that are read to measure a rate: more than caches hold"""
+"""bytes read to measure a rate, more than caches hold"""
 EMBEDDINGS = ("embed", "wte", "wpe")
-"""in names of matrices that tokens are looked up in"""
+"""parts of the names of embeddings"""
 
 
 class Shape(NamedTuple):
-    """What a forward multiplies and keeps."""
+    """Sizes of a model."""
 
     layers: int
-    """numbers in the matrices that every token is multiplied with, but for the head"""
+    """elements of the matrices that every token is multiplied by, without the output layer"""
     head: int
     vocab: int
     attention: int
-    """multiplications and additions of one query with one token's keys and values, in all layers and heads"""
+    """operations of one query with one token's keys and values, in all layers and heads"""
     kv_numbers: int
-    """of one token"""
+    """elements of one token's KV"""
     window: int
-    """tokens that a query sees at most"""
+    """most tokens that a query attends to"""
 
 
 def shape_of(folder: Path) -> Shape:
-    """Read the sizes of a model."""
+    """Read the sizes of a model's folder."""
     config = json.loads((folder / "config.json").read_text())
     layers, q_heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // q_heads
@@ -74,8 +73,8 @@ def shape_of(folder: Path) -> Shape:
 
 
 def matrices_of(folder: Path) -> tuple[dict[tuple[int, int], int], tuple[int, int]]:
-    """Count (rows, columns) -> how many of the model's matrices are multiplied with every token; and the shape of the head,
-    which may be the embedding. Experts do not count: a token may meet any few of them."""
+    """Count the matrices that every token is multiplied by, by shape. Also return the shape of the output layer, which may be
+    the embedding. Experts do not count, because a token uses few of them."""
     shapes: Counter[tuple[int, int]] = Counter()
     head: tuple[int, int] | None = None
     embedding = (0, 0)
@@ -95,7 +94,7 @@ def matrices_of(folder: Path) -> tuple[dict[tuple[int, int], int], tuple[int, in
 
 
 class Looks:
-    """The best and the worst of the rates seen."""
+    """The best and the worst measurement of a rate."""
 
     def __init__(self) -> None:
         self.best, self.worst = 0.0, math.inf
@@ -105,23 +104,23 @@ class Looks:
 
 
 class MachineRates:
-    """Peak and rates of this machine with the threads and the instruction set of a service, for one model. Raises InputError
-    where no kernel can be had, which the peak is measured by."""
+    """Peak and rates of this machine with a service's threads and instruction set, for one model. Raises InputError if the
+    kernels cannot be built."""
 
     def __init__(self, folder: Path, engine: EngineConfig) -> None:
         chosen = choose("auto" if engine.isa == "torch" else engine.isa)
         if chosen.kernels is None:
-            raise InputError(f"the floor is measured by a kernel, and there is none here ({chosen.why}): leave --floor out")
+            raise InputError(f"the floor needs the kernels in C, which are not available ({chosen.why}): leave --floor out")
         self.kernels = Kernels(chosen.isa, engine.threads)
         self.dtype: torch.dtype = getattr(torch, engine.dtype)
         self.shape = shape_of(folder)
         self.peak = Looks()
         self.rates: dict[int, Looks] = {}
-        """by the bytes that are read over and over"""
+        """by the bytes that are read repeatedly"""
         self.look()
 
     def look(self) -> None:
-        """Look again at all that was measured so far."""
+        """Measure the peak and all rates again."""
         for _ in range(LOOKS):
             self.peak.add(fastest({kind: register_peak(self.kernels, kind) for kind in KINDS}, self.dtype))
         if self.rates:
@@ -130,17 +129,17 @@ class MachineRates:
                 read(self.kernels, data, size, looks)
 
     def rate(self, size: float) -> Looks:
-        """Return the bytes a second at which a set of `size` bytes is read over and over."""
+        """Return the bytes/s at which `size` bytes are read repeatedly."""
         whole = min(max(1, math.ceil(size / MIB)) * MIB, LARGEST)
         if whole not in self.rates:
             self.rates[whole] = Looks()
             read(self.kernels, torch.ones(whole // 4, dtype=torch.float32), whole, self.rates[whole])
         return self.rates[whole]
 
-    def floor(self, workload: Workload, prefilled: float = math.inf, drafted: float = 0.0) -> dict[str, Any]:
-        """Return the floor of a workload: floor_seconds, which of the bounds it is, both and their parts in seconds, the peak
-        and the rate of the weights. prefilled: prompt tokens that were computed, if fewer than all. drafted: share of the new
-        tokens that came for nothing in steps for others, which drafts may give."""
+    def floor(self, workload: Workload, prefilled: float = math.inf, drafted: float = 0.0) -> Row:
+        """Return the floor of a workload: the seconds, the bound that sets them, both bounds and their parts in seconds, the
+        peak and the rate of the weights. prefilled: computed prompt tokens. drafted: fraction of the new tokens that were
+        accepted drafts, which need no step of their own."""
         work = work_of(self.shape, workload, prefilled, 1 - drafted)
         compute = {name: flops / self.peak.best for name, flops in work.flops.items()}
         itemsize = self.dtype.itemsize
@@ -164,9 +163,9 @@ class MachineRates:
             "bytes_per_second_worst": weights.worst,
         }
 
-    def bounded(self, workload: Workload, summary: dict[str, Any]) -> dict[str, Any]:
-        """Add to a summary what bounds the workload, and the share of it that was reached. Raises BoundBroken where the fastest
-        run is above it."""
+    def bounded(self, workload: Workload, summary: Row) -> Row:
+        """Add the floor and the fraction of it that was reached to a summary. Raises BoundBroken if the fastest run is above
+        it."""
         drafted = summary["accepted_tokens"] / workload.total_new_tokens
         for _ in range(2):
             self.look()
@@ -174,44 +173,46 @@ class MachineRates:
             most = summary["tokens_per_second_max"] / floor["floor_tokens_per_second"]
             if most <= 1:
                 share = summary["tokens_per_second"] / floor["floor_tokens_per_second"]
-                return summary | floor | {"floor_fraction": round(share, 4)}
+                return summary | floor | {"floor_fraction": share}
         raise BoundBroken(broken(workload.name, most, floor))
 
 
-def broken(name: str, share: float, floor: dict[str, Any]) -> str:
-    """Say which bound a run was above."""
+def broken(name: str, share: float, floor: Row) -> str:
+    """Return the message for a run above the floor."""
     compute = floor["floor_bound"] == "compute"
     what = "peak_flops_per_second" if compute else "bytes_per_second"
     of = f"the register peak of {floor['floor_isa']}" if compute else "reading memory"
     return (
-        f"{name}: a run has {share:.2f} of the floor, and nothing can be above 1: the {floor['floor_bound']} bound is wrong, "
-        f"{of}, {floor[what] / 1e9:.1f} G/s (the worst look {floor[what + '_worst'] / 1e9:.1f}). Measure again on a quiet "
-        "machine; if it stays so, the count of the work in rollout/bench/floor.py is wrong for this model"
+        f"{name}: a run reached {share:.2f} of the floor, and more than 1 is impossible: the {floor['floor_bound']} bound is "
+        f"wrong, {of}, {floor[what] / 1e9:.1f} G/s (lowest measurement: {floor[what + '_worst'] / 1e9:.1f}). Measure again on "
+        "a quiet machine; if the result is the same, rollout/bench/floor.py counts this model's work wrongly"
     )
 
 
 def read(kernels: Kernels, data: torch.Tensor, size: int, looks: Looks) -> None:
-    """Read the first `size` bytes LOOKS times after a first time that fills the caches."""
+    """Read the first `size` bytes LOOKS times, after one time that fills the caches."""
     reading(kernels, data.data_ptr(), size)
     for _ in range(LOOKS):
         looks.add(reading(kernels, data.data_ptr(), size))
 
 
-class Work(NamedTuple):
-    """What a workload cannot do without."""
+class WorkloadCost(NamedTuple):
+    """Least work of a workload."""
 
     flops: dict[str, float]
     reads: dict[str, tuple[float, float]]
-    """numbers that are read, and how often"""
+    """elements that are read, and how often"""
 
 
-def work_of(shape: Shape, workload: Workload, prefilled: float, steps: float) -> Work:
-    """Count the work. prefilled: most prompt tokens that count. steps: share of the new tokens that took a step of their own.
+def work_of(shape: Shape, workload: Workload, prefilled: float, steps: float) -> WorkloadCost:
+    """Count the work. prefilled: most prompt tokens that count. steps: fraction of the new tokens that needed a step of their
+    own.
 
-    The last prompt token gives each group its first token; a child's other tokens go through the model one after the other."""
+    A child's first token comes from the last prompt token; each further token needs a forward of its own, after the
+    previous."""
     prompt, new = (each.astype(np.int64) for each in workload.lengths())
     children = workload.prompts * workload.n
-    after = [np.arange(1, n) for n in new]  # tokens of its own that each further token of a child sees
+    after = [np.arange(1, n) for n in new]  # own tokens that each further token of a child attends to
     prefix = [np.minimum(p, np.maximum(shape.window - each, 0)) for p, each in zip(prompt, after, strict=True)]
     suffix = [np.minimum(each, shape.window) for each in after]
     seen = workload.n * float(sum(each.sum() for each in (*prefix, *suffix)))
@@ -224,7 +225,7 @@ def work_of(shape: Shape, workload: Workload, prefilled: float, steps: float) ->
     )
     kv = float(prompt.sum()) * shape.kv_numbers, max(1.0, further / 2) * shape.kv_numbers
     logits = float(children * shape.vocab)
-    return Work(
+    return WorkloadCost(
         flops={
             "products": 2.0 * shape.layers * (min(float(prompt.sum()), prefilled) + further) + 2.0 * shape.head * rows,
             "attention": shape.attention * seen,

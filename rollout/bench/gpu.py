@@ -1,10 +1,10 @@
-"""What a GPU makes of the engine, beside what its memory would allow; models of known shapes with random weights, no hub.
+"""Benchmark of the CUDA path, with models of known shapes and random weights: speed, and the limits that the device sets.
 
     python -m rollout.bench.gpu --model qwen3-8b --json results.jsonl        # make bench-gpu runs both models
     python -m rollout.bench.gpu --model qwen3-0.6b --parts decode,sharing
 
-Every part (`rollout.bench.gpu_parts`) writes its JSON lines as soon as it has them. One that fails is reported and does not end
-the others; one that would begin after `--minutes` is left out, and that is reported too.
+Each part writes its JSON lines as soon as it has them. An error in one part is a line with `error`, and the next part runs. A
+part that would start after `--minutes` is skipped, which is an `error` too.
 """
 
 from __future__ import annotations
@@ -13,26 +13,32 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import tyro
 
+from rollout.bench.against import parse
 from rollout.bench.by_hand import release
-from rollout.bench.gpu_bench import MODELS, Args, Bench, kept
-from rollout.bench.gpu_parts import PARTS
+from rollout.bench.gpu_bench import MODELS, Args, Bench, Rows, kept
+from rollout.bench.gpu_runs import ipc, machine, naps, offload, refresh, workloads
+from rollout.bench.gpu_steps import decode, exact, prefill, sharing, weights
 from rollout.bench.report import figures
 from rollout.config import InputError
 
+PARTS: dict[str, Callable[[Bench], Rows]] = {
+    part.__name__: part for part in (machine, decode, prefill, exact, sharing, offload, weights, refresh, ipc, naps, workloads)
+}
 
-def measure(bench: Bench, parts: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all parts. What goes wrong in one is a row with an `error`."""
+
+def measure(bench: Bench, parts: dict[str, Callable[[Bench], Rows]]) -> Rows:
+    """Yield the rows of all parts. An error is a row with `error`."""
     for name, part in parts.items():
         base = {"model": bench.name, "part": name}
         if bench.seconds_left < 0:
-            yield base | {"error": "left out: the minutes are over"}
+            yield base | {"error": "skipped: --minutes are over"}
             continue
         began = time.perf_counter()
         for row in kept(part(bench)):
@@ -42,22 +48,27 @@ def measure(bench: Bench, parts: dict[str, Callable[[Bench], Iterator[dict[str, 
 
 
 def check(args: Args, known: dict[str, Any]) -> list[str]:
-    """Return the names of the parts. Raises InputError."""
-    if args.model not in MODELS:
-        raise InputError(f"--model {args.model!r}: must be one of {', '.join(MODELS)}")
+    """Return the names of the parts to run. Raises InputError."""
     names = [name for name in args.parts.split(",") if name] or list(known)
-    for name in names:
-        if name not in known:
-            raise InputError(f"--parts: no part {name!r}; there are: {', '.join(known)}")
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            f"--device {args.device}: torch {torch.__version__} finds no CUDA device here; --device cpu --quick tries"
-        )
+    unknown = [name for name in names if name not in known]
+    cuda = torch.device(args.device).type == "cuda"
+    rules: tuple[tuple[object, str], ...] = (
+        (parse(args.against)[1], f"--against {args.against}: this benchmark compares with engines, not with checkouts"),
+        (args.model not in MODELS, f"--model {args.model!r}: must be one of {', '.join(MODELS)}"),
+        (unknown, f"--parts: no part {next(iter(unknown), None)!r}; there are: {', '.join(known)}"),
+        (
+            cuda and not torch.cuda.is_available(),
+            f"--device {args.device}: torch {torch.__version__} finds no CUDA device here; try --device cpu --quick",
+        ),
+    )
+    for refused, message in rules:
+        if refused:
+            raise InputError(message)
     return names
 
 
 def run(args: Args, out: TextIO) -> int:
-    """Measure, and write a JSON object a row. Returns the exit status: 1 if a part failed or was left out."""
+    """Run the parts and write a JSON object per row. Returns the exit status: 1 if a part failed or was skipped."""
     names = check(args, PARTS)
     failed = False
     for row in measure(Bench(args), {name: PARTS[name] for name in names}):
@@ -65,12 +76,9 @@ def run(args: Args, out: TextIO) -> int:
         out.write(json.dumps(row) + "\n")
         out.flush()
         if out is not sys.stdout:
-            print(text(row), flush=True)
+            shown = {name: row[name] for name in row if name not in ("model", "part")}
+            print(f"{row['model']} {row['part']}: {figures(shown)}", flush=True)
     return int(failed)
-
-
-def text(row: dict[str, Any]) -> str:
-    return f"{row['model']} {row['part']}: {figures({name: row[name] for name in row if name not in ('model', 'part')})}"
 
 
 def main(argv: list[str] | None = None) -> int:

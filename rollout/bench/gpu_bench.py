@@ -1,4 +1,4 @@
-"""What the parts of `rollout.bench.gpu` share: models of known shapes, sizes, and the machine's rates."""
+"""Shared by the parts of `rollout.bench.gpu`: model shapes, sizes, the device's rates, and the limits that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from engine.config import EngineConfig, KVName
+from engine.config import AdvancedConfig, EngineConfig, KVName
 from engine.engine import Engine
 from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
@@ -22,6 +22,10 @@ from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
 from rollout.bench.workloads import Workload, find
 
 Rows = Iterator[dict[str, Any]]
+FUSED = AdvancedConfig(fused_layers=True)
+
+SETTLE = 8
+"""first decode steps, which do not count"""
 
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 MODELS: dict[str, dict[str, Any]] = {
@@ -38,17 +42,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 96, "vocab_size": 199, "max_position_embeddings": 4096, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""shaped like Qwen3-8B and Qwen3-0.6B; and one for trying all of this out on a CPU"""
+"""shapes of Qwen3-8B and Qwen3-0.6B, and a tiny one to try the benchmark on a CPU"""
 
 
 class GpuBenchSizes(NamedTuple):
-    """How much each part does."""
+    """Sizes of each part."""
 
     rows: int = 256
     """sequences of a decode step"""
     contexts: tuple[int, ...] = (640, 2048)
     mixed: tuple[int, int] = (1000, 8192)
-    """median and largest of contexts of different lengths"""
+    """median and maximum of lognormal contexts"""
     prompt: int = 512
     steps: int = 64
     turns: int = 9
@@ -60,13 +64,13 @@ class GpuBenchSizes(NamedTuple):
     refreshes: int = 2
     naps: int = 20
     prefill: tuple[int, int] = (8, 1024)
-    """rows and tokens of each in a forward that only prefills, with layers in host memory"""
+    """rows and tokens per row of a prefill with layers in host memory"""
     prompts: tuple[tuple[int, int], ...] = ((1, 2048), (8, 2048), (1, 16_384))
-    """the same with all layers on the device"""
+    """rows and tokens per row of a prefill with all layers on the device"""
     mixed_prompts: int = 12
-    """of `mixed` lengths, in another one"""
+    """rows of a prefill of lognormal lengths"""
     probe_bytes: int = 4 << 30
-    """of the buffers that memory and copies are measured with"""
+    """size of the buffers that measure memory and copies"""
 
 
 QUICK = GpuBenchSizes(
@@ -79,30 +83,30 @@ QUICK = GpuBenchSizes(
 
 
 class Args(msgspec.Struct, kw_only=True):
-    """Measure decode, prefix sharing, workloads, KV and weight offload and refresh of one model."""
+    """Measure decode, prefill, prefix sharing, KV and weight offload, refreshes and workloads of one model."""
 
     model: str = "qwen3-0.6b"
-    """qwen3-8b, qwen3-0.6b or tiny: shapes, with random weights"""
+    """qwen3-8b, qwen3-0.6b or tiny; the weights are random"""
     device: str = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     kv_dtype: KVName = "auto"
-    """of every engine's KV"""
+    """dtype of the KV, as in `rollout serve`"""
     attention: Literal["auto", "reference", "native", "triton"] | None = None
-    """None: triton on CUDA, no other in its place; auto on the CPU"""
+    """default: triton on CUDA, without fallback; auto on the CPU"""
     parts: str = ""
-    """comma-separated; empty = all"""
+    """comma-separated parts; empty = all"""
     json: str | None = None
-    """file that gets one JSON object a line; - is standard output"""
+    """write one JSON object per line to this file; - = standard output"""
     quick: bool = False
-    """sizes for trying it out, not for figures"""
+    """small sizes, to try the benchmark; the figures mean nothing"""
     minutes: float = 8.0
-    """no part begins later than this"""
+    """start no part later than this"""
     against: str = "transformers_cb"
-    """the engine beside ours, NAME or NAME=PYTHON as for `rollout bench`; empty = none"""
+    """engine to compare with, NAME or NAME=PYTHON as for `rollout bench`; empty = none"""
 
 
 class Bench:
-    """What the parts share: one model, made when it is first wanted, the machine's rates, and the clock."""
+    """One model, created on first use, the device's rates, and the time left."""
 
     def __init__(self, args: Args) -> None:
         self.name = args.model
@@ -124,7 +128,7 @@ class Bench:
 
     @property
     def module(self) -> Any:
-        """Return the model with random weights, made on the device when it is first asked for."""
+        """Return the model with random weights; created on the device on first use."""
         if self._module is None:
             torch.manual_seed(0)
             with self.device:
@@ -133,12 +137,12 @@ class Bench:
         return self._module
 
     def forget_module(self) -> None:
-        """Drop the module: the next part makes another one."""
+        """Drop the module. The next part creates a new one."""
         self._module = None
         release(self.device)
 
     def mixed(self, rows: int, seed: int = 0) -> np.ndarray:
-        """Return contexts as rollouts have them: [rows] int32."""
+        """Return lognormal contexts, as rollouts have: [rows] int32."""
         return lognormal(rows, *self.sizes.mixed, seed)
 
     @property
@@ -148,19 +152,19 @@ class Bench:
 
     @property
     def read_bytes(self) -> int:
-        """Return the bytes of the weights that a decode step reads: all but an embedding that is only looked up in."""
+        """Return the bytes of weights that a decode step reads: all but an embedding that is not the output layer."""
         total: int = sum(parameter.nbytes for parameter in self.module.parameters())
         tied = self.config.tie_word_embeddings
         return total - (0 if tied else int(self.module.get_input_embeddings().weight.nbytes))
 
     def settings(self, **config: Any) -> EngineConfig:
-        shared = {"cpu_offload_gib": 0, "fused_layers": True, "kv_dtype": self.kv_dtype}
+        shared = {"cpu_offload_gib": 0, "advanced": FUSED, "kv_dtype": self.kv_dtype}
         options = {**shared, "max_num_seqs": self.sizes.rows, **config}
         options["max_batch_tokens"] = max(options.get("max_batch_tokens", self.sizes.batch_tokens), options["max_num_seqs"])
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of that many tokens in a pool."""
+        """Return the bytes of this many tokens in a pool."""
         return tokens * self.model().geometry.kept_as(self.kv_dtype).bytes_per_token
 
     def model(self) -> Model:
@@ -170,16 +174,15 @@ class Bench:
         return Engine(self.settings(**config), self.model())
 
     def folder(self) -> tempfile.TemporaryDirectory[str]:
-        """Write the model's configuration, without weights, into a temporary folder for another process."""
+        """Write the model's configuration, without weights, to a temporary folder for another process."""
         folder = tempfile.TemporaryDirectory(prefix="rollout-bench-")
         self.config.save_pretrained(folder.name)
         return folder
 
 
 def rates(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the machine: operations a second of a large product in `dtype`; bytes a second read and written in the device's
-    memory, by whichever of a copy and a sum is faster; bytes a second copied from pinned host memory to the device, and
-    back."""
+    """Measure the device: operations/s of a large product in `dtype`; bytes/s of its memory, by a copy or a sum, whichever is
+    faster; bytes/s of copies from pinned host memory to the device, and back."""
     on_device, other = (torch.zeros(size // 4, device=device) for _ in range(2))
     on_host = torch.zeros(size // 4, pin_memory=device.type == "cuda")
     side = 8192 if device.type == "cuda" else 256
@@ -199,9 +202,48 @@ def rates(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, floa
 
 
 def kept(rows: Rows) -> Rows:
-    """Yield the rows. What goes wrong is one with an `error`, and ends nothing that comes after."""
+    """Yield the rows. An exception becomes a row with `error`."""
     try:
         yield from rows
     except Exception as error:
         traceback.print_exc()
         yield {"error": f"{type(error).__name__}: {error}"}
+
+
+class ForwardCost(NamedTuple):
+    """Work of one forward."""
+
+    tokens: int
+    """computed tokens"""
+    logits: int
+    """rows of logits"""
+    read: float
+    """tokens of KV that attention reads or writes, each counted once"""
+    met: float
+    """pairs of a query and a token that it attends to"""
+
+    @staticmethod
+    def of(counts: np.ndarray, contexts: np.ndarray) -> ForwardCost:
+        """Count the work of rows that compute the last counts [R] of their contexts [R] tokens, need the logits of the last
+        one, and share no blocks."""
+        counts, contexts = counts.astype(np.int64), contexts.astype(np.int64)
+        met = counts * (contexts - counts) + counts * (counts + 1) // 2
+        return ForwardCost(int(counts.sum()), len(counts), int(contexts.sum()), int(met.sum()))
+
+
+def beside_limit(bench: Bench, work: ForwardCost, ms: float) -> dict[str, Any]:
+    """Return the figures of a forward that took `ms`: bytes, operations, and the least time that the device needs. For the
+    layers' products, the output layer and attention each, that is the longer of moving the bytes and doing the operations."""
+    geometry, q_heads = bench.model().geometry.kept_as(bench.kv_dtype), bench.config.num_attention_heads
+    itemsize = getattr(torch, bench.dtype).itemsize
+    head = int(bench.module.get_output_embeddings().weight.nbytes)
+    layers = bench.read_bytes - head
+    parts = (
+        (layers, 2 * work.tokens * layers // itemsize),
+        (head, 2 * work.logits * head // itemsize),
+        (work.read * geometry.bytes_per_token, 4 * work.met * q_heads * geometry.head_dim * geometry.layers),
+    )
+    rates = bench.rates["bytes_per_second"], bench.rates["flops_per_second"]
+    limit = 1e3 * sum(max(moved / rates[0], flops / rates[1]) for moved, flops in parts)
+    moved, flops = (sum(each) for each in zip(*parts, strict=True))
+    return {"ms": ms, "read_bytes": moved, "flops": flops, "limit_ms": limit, "fraction_of_limit": limit / ms}

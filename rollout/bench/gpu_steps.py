@@ -1,9 +1,10 @@
-"""Parts of `rollout.bench.gpu` about single steps: decode, prefill, shared prefixes, what `exact` costs."""
+"""Parts of `rollout.bench.gpu` that measure single steps: decode, prefill, exact layers, shared prefixes, offloaded layers."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,23 +12,25 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.config import AdvancedConfig, WeightOffload
 from engine.cuda.exact import make_plain
+from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.batch import Batch
+from engine.forward.model import Model
 from engine.types import Group, Sampling
+from engine.weights.offload import OffloadedModel
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
-from rollout.bench.gpu_bench import Bench, Rows, kept
-from rollout.bench.gpu_limit import ForwardCost, beside_limit
+from rollout.bench.gpu_bench import FUSED, SETTLE, Bench, ForwardCost, Rows, beside_limit, kept
 from rollout.bench.inputs import lognormal
 
-SETTLE = 8
-"""decode steps that do not count yet"""
+OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
 
 
 def decode(bench: Bench) -> Rows:
-    """Measure a decode step of many sequences: the forward alone at some lengths, and whole steps of the engine, overlapped and
-    one after the other; beside the time that reading the weights and the KV takes."""
+    """Measure decode of many sequences: the forward alone at several lengths, and whole steps of the engine, with and without
+    overlap. All rows have the device's limit."""
     for overlap in (True, False):
         engine = bench.engine(kv_tokens=pool_tokens(bench), overlap_steps=overlap)
         if overlap:
@@ -38,14 +41,14 @@ def decode(bench: Bench) -> Rows:
 
 
 def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
-    """Return contexts [rows] of a decode step, by name: all the same, and as rollouts have them."""
+    """Return contexts [rows] of a decode step, by name: equal ones, and lognormal ones."""
     rows = bench.sizes.rows
     same: dict[int | str, np.ndarray] = {context: np.full(rows, context, np.int32) for context in bench.sizes.contexts}
     return {**same, bench.mixture: bench.mixed(rows)}
 
 
 def pool_tokens(bench: Bench) -> int:
-    """Return the tokens of KV that hold the rows of any of these contexts."""
+    """Return the size of a KV pool for any of these contexts."""
     return max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
 
 
@@ -77,17 +80,17 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
 
 
 def exact(bench: Bench) -> Rows:
-    """Measure what `exact` costs: the same forwards as in `decode`, by transformers' own layers, by fused ones and by exact
-    ones."""
+    """Measure the cost of `exact`: the forwards of `decode` with transformers' own layers, fused layers and exact layers."""
     if bench.device.type == "cpu":
         yield {"left_out": "exact is an option of CUDA"}
         return
     times: dict[tuple[str, int | str], float] = {}
-    for variant, options in {
-        "plain": {"fused_layers": False},
-        "fused": {"fused_layers": True},
-        "exact": {"fused_layers": False, "exact": True},
-    }.items():
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {"advanced": AdvancedConfig()},
+        "fused": {"advanced": FUSED},
+        "exact": {"advanced": AdvancedConfig(), "exact": True},
+    }
+    for variant, options in variants.items():
         try:
             engine = bench.engine(kv_tokens=pool_tokens(bench), **options)
             for row in kept(forwards(bench, engine)):
@@ -106,13 +109,12 @@ def exact(bench: Bench) -> Rows:
 
 
 def sample_of(engine: Engine, logits: torch.Tensor, batch: Batch) -> object:
-    """Draw as a step does, and wait for the draws."""
+    """Sample as a step does, and wait for the tokens."""
     return engine.worker.device.sample(logits, batch.sampling).read()
 
 
 def whole_steps(bench: Bench, engine: Engine) -> Rows:
-    """Measure whole steps: sequences with a prompt each, of lengths up to `prompt`, run until all decode, then `steps` of
-    those."""
+    """Measure `steps` whole steps in which all sequences decode. Prompts have lognormal lengths, at most `prompt`."""
     rows, prompt, wanted = bench.sizes.rows, bench.sizes.prompt, bench.sizes.steps
     longest, lengths = max(bench.sizes.contexts) - prompt, lognormal(rows, prompt // 2, prompt)
     for i, (ids, length) in enumerate(zip(bench.text.slices(0, rows, prompt), lengths.tolist(), strict=True)):
@@ -136,7 +138,7 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
     finally:
         for i in range(rows):
             engine.abort(f"decode{i}")
-        engine.step()  # what is in flight lands
+        engine.step()  # finishes the step in flight
     parts = ("plan_seconds", "build_seconds", "commit_seconds", "model_seconds", "sample_seconds")
     figures = {
         name.replace("_seconds", "_ms"): 1e3 * statistics.median(after[name] - before[name] for before, after in marks)
@@ -155,7 +157,7 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
 
 
 def prefill(bench: Bench) -> Rows:
-    """Measure forwards of whole prompts, alike and of mixed lengths: from graphs where these are, and without graphs."""
+    """Measure forwards of whole prompts, of equal and lognormal lengths, with CUDA graphs and without."""
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
     most = max(int(lengths.sum()) for lengths in prompts.values())
@@ -192,7 +194,7 @@ def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, An
 
 
 def sharing(bench: Bench) -> Rows:
-    """Measure as `rollout bench sharing` does, for these shapes, each step beside its limit."""
+    """Run `rollout bench sharing` with these shapes. Each step has the device's limit."""
     for shape in bench.sizes.shapes:
         rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
         prefixes, contexts = shape.lengths(32)
@@ -203,3 +205,70 @@ def sharing(bench: Bench) -> Rows:
                 row |= beside_limit(bench, once if row["variant"] == "shared" else every, row["step_ms"])
             yield row
         release(bench.device)
+
+
+def weights(bench: Bench) -> Rows:
+    """Measure decode steps and prefills with some layers in host memory, of equal and lognormal lengths. Their limit is the
+    forward with all layers on the device or the copies, whichever takes longer."""
+    rows, (prefills, tokens) = bench.sizes.rows, bench.sizes.prefill
+    decodes = {"decode": np.full(rows, bench.sizes.contexts[0], np.int32), "decode, mixed lengths": bench.mixed(rows)}
+    prompts = {
+        "prefill": np.full(prefills, tokens, np.int32),
+        "prefill, mixed lengths": lognormal(prefills, tokens // 2, tokens),
+    }
+    contexts = {**decodes, **prompts}
+    room = max(int(blocks_of(each, 32).sum()) for each in contexts.values())
+    config = {"max_num_seqs": rows, "kv_tokens": room * 32}
+
+    def counts(name: str) -> np.ndarray:
+        return np.ones(rows, np.int32) if name in decodes else prompts[name]
+
+    def times(engine: Engine) -> dict[str, tuple[float, torch.Tensor]]:
+        fill(engine.worker.kv)
+        timed: dict[str, tuple[float, torch.Tensor]] = {}
+        for name, each in contexts.items():
+            batch = batch_of(engine, own_blocks(len(each), each, 32), each, count=counts(name))
+            work: Callable[[], torch.Tensor] = partial(forward_of, engine, prepared(engine, batch))
+            logits = work().clone()
+            timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits
+        return timed
+
+    resident = times(bench.engine(**config))
+    limits = {
+        name: beside_limit(bench, ForwardCost.of(counts(name), each), resident[name][0]) for name, each in contexts.items()
+    }
+    release(bench.device)
+    try:
+        yield from streamed_rows(bench, config, times, resident, limits)
+    finally:
+        bench.forget_module()  # its layers are views of the slots
+
+
+def streamed_rows(
+    bench: Bench,
+    config: dict[str, Any],
+    times: Callable[[Engine], dict[str, tuple[float, torch.Tensor]]],
+    resident: dict[str, tuple[float, torch.Tensor]],
+    limits: dict[str, dict[str, Any]],
+) -> Rows:
+    """Measure with layers in host memory. resident: milliseconds and logits with all layers on the device. limits: their rows
+    from `beside_limit`."""
+    streamed = OffloadedModel(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
+    assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
+    engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
+    for name, (ms, logits) in times(engine).items():
+        copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
+        limit = max(copies, resident[name][0])
+        yield {
+            "what": name,
+            "ms": ms,
+            "resident_ms": resident[name][0],
+            "resident_limit_ms": limits[name]["limit_ms"],
+            "copies_ms": copies,
+            "limit_ms": limit,
+            "fraction_of_limit": limit / ms,
+            "same_logits": torch.equal(logits, resident[name][1]),
+            "offloaded_bytes": streamed.offloaded_bytes,
+            "resident_bytes": engine.weights.resident_bytes,
+            **msgspec.to_builtins(OFFLOAD),
+        }

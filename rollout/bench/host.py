@@ -1,23 +1,23 @@
 """`rollout bench host`: milliseconds of the engine's own work in a decode step, without a model.
 
-    step   plan │ copies: none │ build: batch, the attention's index arrays │ forward │ sample │ commit
-           ──────────────────── host ──────────────────────────────────────           ──────────────────
+    step   plan │ build: batch and index arrays of attention │ forward │ sample │ commit
+           ───────────────────── host ────────────────────────           ───────────────
 
-The forward is a stand-in that costs nothing and is left out; so few logits come of it that the sampler's arithmetic does not
-count either. Groups of 16 over 512 tokens decode; every sequence is there in each step that counts.
+Groups of 16 over 512 tokens decode. Only steps in which all sequences decode count. The forward is a stub that returns a few
+logits; its time is subtracted.
 
-Then the same beside a device that is busy for DEVICE_MS a step, of which the host only waits for the end: how long a whole step
-takes, one after the other and overlapped (`engine.pipeline`).
+A second measurement adds a simulated device that is busy for DEVICE_MS per step: the length of a step without and with
+overlapping (`engine.pipeline`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from engine.config import EngineConfig
@@ -28,8 +28,9 @@ from engine.forward.sampling import PendingTokens, SamplingBatch
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.scheduling.plan import SampledTokens
 from engine.types import Group, Sampling
+from rollout.bench.harness import BenchSetup, Row
+from rollout.bench.inputs import RandomText
 
-NAME = "host"
 SEQUENCES = (128, 256)
 PROMPT_TOKENS, N, NEW_TOKENS = 512, 16, 256
 PARTS = ("plan", "build", "sample", "commit")
@@ -37,7 +38,7 @@ DEVICE_MS = 2.0
 
 
 class NoModel:
-    """`engine.forward.model.ModelLike` with a forward of zeros. The attention's index arrays are made as for a model."""
+    """`engine.forward.model.ModelLike` with a forward of zeros. It builds the index arrays of attention like a real model."""
 
     name = "no model"
     vocab_size = 32
@@ -59,8 +60,8 @@ class NoModel:
         return torch.zeros(batch.num_logits, self.vocab_size)
 
 
-class BesideDevice:
-    """Draws as `device` does, and takes DEVICE_MS for each step, one after the other."""
+class SimulatedDevice:
+    """Samples like `device`, but each step takes DEVICE_MS, one after the other."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -70,38 +71,42 @@ class BesideDevice:
         return getattr(self._device, name)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
-        draws = self._device.sample(logits, batch)
+        pending = self._device.sample(logits, batch)
         ready = self._free_at = max(time.perf_counter(), self._free_at) + DEVICE_MS / 1e3
 
         def read() -> SampledTokens:
             while time.perf_counter() < ready:
                 pass
-            return draws.read()
+            return pending.read()
 
-        return PendingTokens(draws.tokens, read)
+        return PendingTokens(pending.tokens, read)
 
 
-def beside_device(config: EngineConfig) -> Engine:
+def with_device(config: EngineConfig) -> Engine:
     engine = Engine(config, NoModel())
-    slow: Any = BesideDevice(engine.worker.device)
+    slow: Any = SimulatedDevice(engine.worker.device)
     engine.worker.device = slow
     return engine
 
 
-def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> dict[str, Any]:
-    """Return medians over the steps in which all `sequences` decode. `scale`: factor on the tokens that each makes, at least
-    32."""
+def measure(setup: BenchSetup) -> Iterator[Row]:
+    """Yield a row per number of sequences."""
+    for sequences in SEQUENCES:
+        yield measure_sequences(sequences, setup.scale, setup.threads)
+
+
+def measure_sequences(sequences: int, scale: float = 1.0, threads: int | None = None) -> Row:
+    """Return medians over the steps in which all `sequences` decode. scale: factor on their new tokens, at least 32."""
     config = EngineConfig(
         dtype="float32", kv_tokens=sequences * 1024, max_num_seqs=sequences, cpu_offload_gib=0, threads=threads, drafts=0
     )
     engine = Engine(config, NoModel())
     alone = _decode(engine, scale)
     beside = {
-        overlap: _decode(beside_device(msgspec.structs.replace(config, overlap_steps=overlap)), scale)
+        overlap: _decode(with_device(msgspec.structs.replace(config, overlap_steps=overlap)), scale)
         for overlap in (False, True)
     }
     return {
-        "workload": NAME,
         "sequences": sequences,
         "steps": len(alone),
         **{f"{name}_ms": _median_ms(alone, name) for name in ("host", *PARTS)},
@@ -113,16 +118,14 @@ def measure(sequences: int, scale: float = 1.0, threads: int | None = None) -> d
 
 
 def _median_ms(steps: list[dict[str, float]], part: str) -> float:
-    return round(1e3 * statistics.median(step[part] for step in steps), 4)
+    return 1e3 * statistics.median(step[part] for step in steps)
 
 
 def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
-    """Return the seconds of the parts of each step in which all sequences decode."""
+    """Return the seconds of each part of each step in which all sequences decode."""
     sequences = engine.config.most_seqs
-    new = max(32, round(NEW_TOKENS * scale))  # enough that the first group still runs when the last one forks
-    random = np.random.default_rng(0)
-    for i in range(sequences // N):
-        prompt = random.integers(0, engine.vocab_size, PROMPT_TOKENS).astype(np.int32)
+    new = max(32, round(NEW_TOKENS * scale))  # the first group must still run when the last one forks
+    for i, prompt in enumerate(RandomText(engine.vocab_size).slices(0, sequences // N, PROMPT_TOKENS)):
         engine.submit(Group(f"g{i}", prompt, Sampling(n=N, max_tokens=new, seed=i)))
     steps = []
     while engine.has_work:
@@ -134,7 +137,7 @@ def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
 
 
 def _seconds(engine: Engine) -> dict[str, float]:
-    """Return the seconds that the engine has spent so far. `host` is more than the sum of the parts: `Engine.step` itself."""
+    """Return the seconds spent so far. `host` also includes `Engine.step` itself."""
     model: Any = engine.model
     counters, index = engine.counters, model.index_seconds
     return {

@@ -1,4 +1,4 @@
-"""What benchmarks run on: prompts, lengths and models, the same ones at every call."""
+"""Inputs of benchmarks: prompts, lengths and models, the same ones in every run of a command."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ def lognormal(rows: int, median: int, longest: int, seed: int = 0) -> np.ndarray
 
 
 class PromptSource(Protocol):
-    """Where the prompts of a run come from."""
-
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
-        """Return `count` prompts of [length] int32 ids; others for another `start`."""
+        """Return `count` prompts of [length] int32 ids. They depend on `start`."""
         ...
 
 
 class PromptText:
-    """Token ids of the licence texts beside this file, by the model's own tokenizer, as a ring: where the text ends, it goes on
-    from the start."""
+    """Token ids of `licences.txt` by a model's tokenizer, as a ring: after the last token comes the first."""
 
     def __init__(self, tokenizer: Any) -> None:
         text = resources.files("rollout.bench").joinpath("licences.txt").read_text(encoding="utf-8")
@@ -37,14 +34,14 @@ class PromptText:
         self.ids = np.array(ids, np.int32)
 
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
-        """Return `count` slices of [length] int32 ids, one after the other from `start`. Runs that start where the last one
-        ended get other prompts than it, so that no run finds another's prompts in the prefix index."""
+        """Return `count` consecutive slices of [length] int32 ids from `start` on. A run that starts where the previous one
+        ended finds none of its prompts in the prefix index."""
         index = (start + np.arange(count * length)) % len(self.ids)
         return list(self.ids[index].reshape(count, length))
 
 
 class RandomText:
-    """Ids for a model without a tokenizer."""
+    """Random ids, for a model without a tokenizer."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -53,9 +50,16 @@ class RandomText:
         return list(np.random.default_rng(start).integers(3, self._vocabulary, (count, length), np.int32))
 
 
+def stored_weights(folder: Path) -> dict[str, Any]:
+    """Load the tensors of a model's safetensors files, by name."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
 def save_tiny(folder: Path, hidden: int, vocabulary: int, dtype: Literal["bfloat16", "float32"]) -> Path:
-    """Save a Llama of two layers with random weights, without a tokenizer, for what does not depend on the engine's speed.
-    Returns its folder."""
+    """Save a Llama of two layers with random weights and no tokenizer, for benchmarks of the work around the model. Returns the
+    folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,8 +74,8 @@ def save_tiny(folder: Path, hidden: int, vocabulary: int, dtype: Literal["bfloat
 
 @contextmanager
 def long_enough(folder: Path, tokens: int) -> Iterator[tuple[Path, str]]:
-    """Yield (folder, "its own") if the model of `folder` holds `tokens` positions; else (a temporary folder with one like it
-    that does, "random"). What a token costs does not depend on what the weights are."""
+    """Yield (folder, "its own") if the model has `tokens` positions, else (temporary folder, "random"): the same model with
+    more positions and random weights. The cost of a token does not depend on the weights."""
     config = json.loads((folder / "config.json").read_text())
     positions = config.get("text_config", config)["max_position_embeddings"]
     if tokens <= positions:
@@ -84,7 +88,7 @@ def long_enough(folder: Path, tokens: int) -> Iterator[tuple[Path, str]]:
 
 @contextmanager
 def of_vocabulary(folder: Path, size: int) -> Iterator[Path]:
-    """Yield a temporary folder of the same decoder with `size` tokens in its vocabulary, of which none ends a sample."""
+    """Yield a temporary folder with the same decoder, a vocabulary of `size` tokens, no stop tokens and random weights."""
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as name:
         _write_random(folder, Path(name), vocab_size=size, bos_token_id=None, eos_token_id=None, pad_token_id=None)
         yield Path(name)

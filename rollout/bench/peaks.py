@@ -1,6 +1,6 @@
-"""What this machine can do at best: multiplications on registers alone (c/peaks.c), and reading memory.
+"""Peak rates of this machine: arithmetic on registers alone (c/peaks.c), and reading memory.
 
-Each is the best of many looks: beside other work a mean says more about that than about the machine.
+Callers take the best of many measurements: on a busy machine, the mean measures the other processes.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ import torch
 from engine.cpu.kernels import Kernels
 
 FMA, DOT, TILES = range(3)
-"""kinds of multiplication of c/peaks.c"""
+"""kinds of multiplication in c/peaks.c"""
 KINDS = (FMA, DOT, TILES)
 MIB = 1 << 20
 
 
 def register_peak(kernels: Kernels, kind: int) -> float:
-    """Look once: floating-point operations a second on registers, all threads together; 0 where `kernels` has no such
-    instruction."""
+    """Measure once: FLOP/s on registers with all threads; 0 if `kernels` has no such instruction."""
     kernels.library.rollout_peak.restype = c_double
     return float(kernels.library.rollout_peak(byref(kernels.team()), c_int64(kind)))
 
 
 def fastest(peaks: dict[int, float], dtype: torch.dtype) -> float:
-    """Return the peak of the fastest multiplication that has a kernel's bits in this dtype. peaks: by kind."""
+    """Return the peak of the fastest multiplication that gives a kernel's bits in this dtype. peaks: by kind."""
     if dtype == torch.float32:
         return peaks[FMA]
     return peaks[TILES] or max(peaks[FMA], peaks[DOT])
 
 
 def reading(kernels: Kernels, address: int, size: int) -> float:
-    """Look once: bytes a second at which all threads together read `size` bytes, whole MiB, from an address."""
+    """Measure once: bytes/s at which all threads read `size` bytes, a multiple of one MiB, from an address."""
     return size / timed(
         kernels.team().threads, kernels.library.rollout_read, byref(kernels.team()), c_void_p(address), c_int64(size)
     )
 
 
-def timed(threads: int, work: Callable[..., Any], *given: Any) -> float:
-    """Return the seconds of a call: with one thread those that it ran, so that they hold on a busy machine."""
+def timed(threads: int, work: Callable[..., Any], *arguments: Any) -> float:
+    """Return the seconds of a call; with one thread its CPU time, which holds on a busy machine."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     began = clock()
-    work(*given)
+    work(*arguments)
     return clock() - began

@@ -1,12 +1,10 @@
-"""`rollout bench refresh`: what a refresh of all weights costs while groups run, for each way that tensors can travel.
+"""`rollout bench refresh`: the cost of a refresh of all weights while groups run, for each transport of tensors.
 
     ──────── steady ────────┤ 1 s around the refresh ├──────── steady ────────      tokens/s between two status replies,
-                            push ─ stage ─ ‖pause‖                                  by the service's own clock
+                            push ─ stage ─ ‖pause‖                                  by the service's clock
 
-The yardstick is a plain `copy_` of the same tensors inside one process, on an otherwise idle machine: the service is paused
-while it is timed. Ratios: pause, and the whole call in the trainer, over that copy; tokens/s around the refresh over the steady
-rate before and after it.
-"""
+The reference is a plain `copy_` of the same tensors in this process while the service is paused. Ratios: the pause, and the
+whole call in the trainer, over that copy; tokens/s around the refresh over the steady rate before and after it."""
 
 from __future__ import annotations
 
@@ -20,37 +18,34 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.types import Sampling
-from rollout.bench.inputs import PromptText
+from rollout.bench.harness import BenchSetup, Row
+from rollout.bench.inputs import PromptText, stored_weights
+from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
-from rollout.process import service_process
 
-NAME = "refresh"
 WAYS = ("files", "gloo", "inline", "shm")
 PROMPTS, PROMPT_TOKENS, N = 2, 256, 8
 STEADY_S, WINDOW_S = 2.0, 1.0
 MEDIANS = ("copy_seconds", "seconds", "staged_seconds", "paused_seconds", "pause_ratio", "total_ratio", "throughput_ratio")
 
 
-def measure(folder: Path, dtype: str, threads: int | None, repeat: int, text: PromptText) -> Iterator[dict[str, Any]]:
-    """Yield one object for each refresh and a summary for each way. The first refresh of a way warms up and is no part of the
+def measure(setup: BenchSetup) -> Iterator[Row]:
+    """Yield a row per refresh and a summary per transport. The first refresh by a transport warms up and is not in the
     summary."""
-    from safetensors.torch import load_file
-
-    weights = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    engine = EngineConfig(model=str(folder), dtype=dtype, threads=threads, kv_tokens=65_536, cpu_offload_gib=0)  # type: ignore[arg-type]
-    with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="rollout bench") as client:
-        groups = RunningGroups(client, text)
+    weights = stored_weights(setup.folder)
+    engine = setup.config(kv_tokens=65_536, cpu_offload_gib=0)
+    with connected(Config(engine=engine)) as (_, client):
+        groups = RunningGroups(client, setup.text)
         copy = PlainCopy(weights)
         for via in WAYS:
             runs = []
-            for run in range(repeat + 1):
+            for run in range(setup.repeat + 1):
                 copy_s = copy.seconds(client)
-                row = one_refresh(client, groups, weights, folder, via)
+                row = one_refresh(client, groups, weights, setup.folder, via)
                 row |= {"pause_ratio": row["paused_seconds"] / copy_s, "total_ratio": row["seconds"] / copy_s}
-                row = {"workload": NAME, "run": run, "warm": run > 0, "via": via, "copy_seconds": copy_s, **row}
-                runs.append(row)
-                yield {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
+                runs.append({"run": run, "warm": run > 0, "via": via, "copy_seconds": copy_s, **row})
+                yield runs[-1]
             yield summarise(runs[1:], engine, client.status())
 
 
@@ -64,8 +59,7 @@ class RunningGroups:
         self._handles: list[Any] = []
 
     def restart(self) -> None:
-        """Start all groups from their prompts, so that every refresh meets sequences of the same lengths. Returns when they
-        decode."""
+        """Start all groups again, so that every refresh finds sequences of the same lengths. Returns when they decode."""
         for handle in self._handles:
             handle.cancel()
             handle.result(60)
@@ -77,7 +71,7 @@ class RunningGroups:
 
 
 class PlainCopy:
-    """The yardstick: all tensors copied into others of the same kind, in this process, while the service is paused."""
+    """The reference: copies all tensors in this process while the service is paused."""
 
     def __init__(self, weights: dict[str, Any]) -> None:
         import torch
@@ -97,7 +91,7 @@ class PlainCopy:
         return statistics.median(seconds[1:])
 
 
-def one_refresh(client: RolloutClient, groups: RunningGroups, weights: Any, folder: Path, via: Any) -> dict[str, Any]:
+def one_refresh(client: RolloutClient, groups: RunningGroups, weights: Any, folder: Path, via: Any) -> Row:
     groups.restart()
     marks = [mark(client)]
     time.sleep(STEADY_S)
@@ -110,29 +104,24 @@ def one_refresh(client: RolloutClient, groups: RunningGroups, weights: Any, fold
     marks.append(mark(client))
     before, around, after = ((end[1] - start[1]) / (end[0] - start[0]) for start, end in zip(marks, marks[1:], strict=False))
     steady = (before + after) / 2
-    row: dict[str, Any] = msgspec.to_builtins(refreshed)
+    row: Row = msgspec.to_builtins(refreshed)
     return row | {"tokens_per_second": steady, "around_tokens_per_second": around, "throughput_ratio": around / steady}
 
 
 def mark(client: RolloutClient) -> tuple[float, int]:
-    """Return (the service's clock in seconds, tokens generated), both of one moment between two steps."""
+    """Return (seconds of the service's clock, generated tokens), both between the same two steps."""
     status = client.status()
     return status["service"]["uptime_s"], status["generated_tokens"]
 
 
-def summarise(runs: list[dict[str, Any]], engine: EngineConfig, status: dict[str, Any]) -> dict[str, Any]:
+def summarise(runs: list[Row], engine: EngineConfig, status: dict[str, Any]) -> Row:
     return {
-        "workload": NAME,
         "summary": True,
         "via": runs[0]["via"],
-        **{name: round(statistics.median(run[name] for run in runs), 4) for name in MEDIANS},
+        **{name: statistics.median(run[name] for run in runs) for name in (*MEDIANS, "tokens_per_second")},
         "bytes": runs[0]["bytes"],
         "runs": len(runs),
-        "tokens_per_second": round(statistics.median(run["tokens_per_second"] for run in runs), 1),
         "samples": PROMPTS * N,
-        "model": engine.model,
-        "dtype": engine.dtype,
-        "threads": engine.threads,
-        "attention": status["attention"],
-        "arithmetic": status["arithmetic"],
+        **{name: getattr(engine, name) for name in ("model", "dtype", "threads")},
+        **{name: status[name] for name in ("attention", "arithmetic")},
     }

@@ -1,4 +1,4 @@
-"""Run a workload and measure it. A run's figures are differences of the engine's counters, its checks are on the samples."""
+"""Runs a workload. Figures are differences of the engine's counters; every run's samples are checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.types import Sample, Sampling
 from rollout.bench.against import Peer, peer
-from rollout.bench.errors import BenchFailed
+from rollout.bench.harness import BenchFailed, Row
 from rollout.bench.inputs import PromptSource, PromptText
 from rollout.bench.target import OpenTarget, Target
 from rollout.bench.workloads import Workload
@@ -40,19 +40,18 @@ def measure(
     unshared: bool = False,
     undrafted: bool = False,
     against: dict[str, str] | None = None,
-    floor: Callable[[Workload, dict[str, Any]], dict[str, Any]] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Start a target, warm it up and yield one object a run, then the summary. Raises BenchFailed, ValueError.
+    floor: Callable[[Workload, Row], Row] | None = None,
+) -> Iterator[Row]:
+    """Start a target, warm it up, and yield a row per run, then the summary. Raises BenchFailed, ValueError.
 
-    compare: a workload with a tight KV pool runs in turn (A B C A B C …) with a roomy pool and with offload off, named
-        `workload/roomy` …; the summary has the median of the ratios of each turn. unshared, undrafted: the same with attention
-        that reads a shared prefix once for each child, and with drafts off.
-    against: other engines (name -> interpreter) take part in each turn; the summary has `ratios`, ours over theirs.
-    floor: adds what bounds the workload here (`Machine.bounded`)."""
+    compare, unshared, undrafted: variants of the engine that run in turn with it (`variants`). The summary has the median of
+        the ratios of each turn.
+    against: other engines (name -> interpreter) that also run in turn. Their ratios are in `ratios` of the summary.
+    floor: adds the bound of this machine to the summary (`MachineRates.bounded`)."""
     if repeat < 1:
         raise ValueError(f"repeat={repeat}: must be at least 1")
     configs = variants(workload, engine, compare, unshared, undrafted)
-    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in configs}
+    runs: dict[str, list[Row]] = {variant: [] for variant in configs}
     with ExitStack() as stack:
         targets = {variant: stack.enter_context(open_target(Config(engine=config))) for variant, config in configs.items()}
         for target in targets.values():
@@ -61,7 +60,7 @@ def measure(
         peers = [stack.enter_context(peer(name, python, setup)) for name, python in (against or {}).items()]
         for one in peers:
             one.run(*peer_run_arguments(workload, text, 0, new_tokens=min(8, workload.new_tokens)))
-        theirs: dict[str, list[dict[str, Any]]] = {one.name: [] for one in peers}
+        theirs: dict[str, list[Row]] = {one.name: [] for one in peers}
         for run in range(repeat):
             for variant, target in targets.items():
                 named = msgspec.structs.replace(workload, name=workload.name + variant)
@@ -84,21 +83,25 @@ def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:
 def variants(
     workload: Workload, engine: EngineConfig, compare: bool, unshared: bool, undrafted: bool = False
 ) -> dict[str, EngineConfig]:
-    """Return the engine of a workload, and those it is compared with, by the suffix of their name."""
+    """Return the configuration of a workload under "", and those of its variants by the suffix of their name.
+
+    compare: a workload with a small KV pool also runs with a large one, and without offload. unshared: attention reads a shared
+    prefix once per child. undrafted: no drafts."""
     own = tight_engine(workload, engine)
     configs = {"": own}
     if compare and workload.tight:
         configs["/roomy"] = tight_engine(workload.roomy(), engine)
         configs["/no_offload"] = msgspec.structs.replace(own, cpu_offload_gib=0)
     if unshared:
-        configs["/unshared"] = msgspec.structs.replace(own, share_prefix=False)
+        unshared_prefix = msgspec.structs.replace(own.advanced, share_prefix=False)
+        configs["/unshared"] = msgspec.structs.replace(own, advanced=unshared_prefix)
     if undrafted:
         configs["/undrafted"] = msgspec.structs.replace(own, drafts=0)
     return configs
 
 
 def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = False) -> dict[str, Any]:
-    """Return what a peer is told: the same model, precision, device and memory. `random_weights`: its folder has none."""
+    """Return the setup of a peer: the same model, precision, device and memory. random_weights: its folder has no weights."""
     return {
         "model": engine.model,
         "random_weights": random_weights,
@@ -116,7 +119,7 @@ def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = 
 
 
 def prompts_of(workload: Workload, text: PromptSource, run: int) -> list[np.ndarray]:
-    """Return [tokens] int32 ids of each prompt of a run."""
+    """Return the prompts of a run, each [tokens] int32."""
     start = run * workload.prompts * workload.prompt_tokens
     slices = text.slices(start, workload.prompts, workload.prompt_tokens)
     return [ids[:length] for ids, length in zip(slices, workload.lengths()[0].tolist(), strict=True)]
@@ -125,51 +128,47 @@ def prompts_of(workload: Workload, text: PromptSource, run: int) -> list[np.ndar
 def peer_run_arguments(
     workload: Workload, text: PromptSource, run: int, new_tokens: int | list[int]
 ) -> tuple[list[np.ndarray], int, int | list[int], int]:
-    """Return what `Peer.run` takes. new_tokens: of all children, or of those of each prompt."""
+    """Return the arguments of `Peer.run`. new_tokens: of every child, or of the children of each prompt."""
     return prompts_of(workload, text, run), workload.n, new_tokens, run
 
 
-def peer_run(workload: Workload, text: PromptSource, one: Peer, run: int, limit_s: float | None = None) -> dict[str, Any]:
-    """Run a workload in a peer. Raises PeerFailed, BenchFailed if the peer did less than it was asked for."""
+def peer_run(workload: Workload, text: PromptSource, one: Peer, run: int, limit_s: float | None = None) -> Row:
+    """Run a workload in a peer. Raises PeerFailed, or BenchFailed if the peer generated fewer tokens than requested."""
     new_tokens = workload.lengths()[1].tolist() if workload.mixed else workload.new_tokens
     row = one.run(*peer_run_arguments(workload, text, run, new_tokens), limit_s=limit_s)
     if row["generated_tokens"] != workload.total_new_tokens:
         raise BenchFailed(f"{one.name} made {row['generated_tokens']} tokens of {workload.name}")
-    speed = round(row["generated_tokens"] / row["seconds"], 2)
+    speed = row["generated_tokens"] / row["seconds"]
     return {"workload": workload.name, "engine": one.name, "run": run, **row, "tokens_per_second": speed}
 
 
-def ratio(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """Return the median over the turns of our speed over the other's."""
-    each: list[float] = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, others, strict=True)]
-    return round(statistics.median(each), 4)
+def ratio(ours: list[Row], others: list[Row], name: str = "tokens_per_second") -> float:
+    """Return the median over the turns of a figure of ours over that of the other."""
+    return float(statistics.median(a[name] / b[name] for a, b in zip(ours, others, strict=True)))
 
 
-def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Return our own speed over each other variant's, medians over the turns, and the other's speed."""
+def ratios(runs: dict[str, list[Row]]) -> dict[str, float]:
+    """Return, for each variant, its speed and the ratio of the engine's own speed to it."""
     figures = {}
     for variant in runs.keys() - {""}:
-        name = variant.removeprefix("/")
-        speeds = [run["tokens_per_second"] for run in runs[variant]]
-        figures[f"{name}_tokens_per_second"] = statistics.median(speeds)
-        figures[f"ratio_to_{name}"] = ratio(runs[""], runs[variant])
-        decode = [run["decode_tokens_per_second"] for run in runs[variant]]
-        own = [run["decode_tokens_per_second"] for run in runs[""]]
-        if all(decode):
-            figures[f"decode_ratio_to_{name}"] = round(statistics.median(a / b for a, b in zip(own, decode, strict=True)), 4)
+        name, theirs = variant.removeprefix("/"), runs[variant]
+        figures[f"{name}_tokens_per_second"] = statistics.median(run["tokens_per_second"] for run in theirs)
+        figures[f"ratio_to_{name}"] = ratio(runs[""], theirs)
+        if all(run["decode_tokens_per_second"] for run in theirs):
+            figures[f"decode_ratio_to_{name}"] = ratio(runs[""], theirs, "decode_tokens_per_second")
     return figures
 
 
 def warm_up(target: Target, text: PromptText, length: int) -> None:
-    """Run a small group, so that no run pays for first allocations and compilations. Its prompt is the text's end, which no run
-    starts with."""
+    """Run a small group, so that no run includes first allocations and compilations. Its prompt is the end of the text, where
+    no run begins."""
     prompts = text.slices(len(text.ids) - length, 1, length)
     for _ in target.generate(prompts, Sampling(n=2, max_tokens=8, ignore_eos=True)):
         pass
 
 
-def one_run(workload: Workload, text: PromptSource, target: Target, run: int) -> dict[str, Any]:
-    """Run a workload once, with the prompts of that run, and return its figures. Raises BenchFailed."""
+def one_run(workload: Workload, text: PromptSource, target: Target, run: int) -> Row:
+    """Run a workload once, with prompts of its own, and return the figures. Raises BenchFailed."""
     prompts, sampling = prompts_of(workload, text, run), sampling_of(workload, run)
     before = target.status()
     started = time.perf_counter()
@@ -182,9 +181,9 @@ def one_run(workload: Workload, text: PromptSource, target: Target, run: int) ->
         "workload": workload.name,
         "engine": target.name,
         "run": run,
-        "seconds": round(seconds, 4),
+        "seconds": seconds,
         "generated_tokens": generated,
-        "tokens_per_second": round(generated / seconds, 2),
+        "tokens_per_second": generated / seconds,
         **{name: after[name] - before[name] for name in COUNTERS},
         "peak_rss_bytes": target.peak_rss_bytes(),
         "decode_tokens_per_second": decode_speed(before, after),
@@ -192,7 +191,7 @@ def one_run(workload: Workload, text: PromptSource, target: Target, run: int) ->
 
 
 def sampling_of(workload: Workload, run: int) -> Sampling | list[Sampling]:
-    """Return how a run draws: of all prompts, or of each where they make different numbers of tokens."""
+    """Return the sampling of a run: one for all prompts, or one for each if their outputs have different lengths."""
     each = Sampling(n=workload.n, max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=run)
     if not workload.mixed:
         return each
@@ -200,30 +199,29 @@ def sampling_of(workload: Workload, run: int) -> Sampling | list[Sampling]:
 
 
 def decode_speed(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Return the tokens/s of the steps that did nothing but decode, 0 if there was none."""
+    """Return the tokens/s of steps that only decoded; 0 without any."""
     seconds = after["decode_seconds"] - before["decode_seconds"]
-    return round((after["decode_tokens"] - before["decode_tokens"]) / seconds, 2) if seconds > 0 else 0.0
+    return float(after["decode_tokens"] - before["decode_tokens"]) / seconds if seconds > 0 else 0.0
 
 
 def check(workload: Workload, samples: list[Sample]) -> None:
-    """Check that every child came, whole. Raises BenchFailed."""
+    """Check that every child has arrived, complete. Raises BenchFailed."""
     errors = {sample.error for sample in samples if sample.finish_reason == "error"}
     if errors:
         raise BenchFailed(f"{workload.name}: samples ended in an error: {errors.pop()}")
     children = {(sample.group_id, sample.index) for sample in samples}
     if len(samples) != workload.prompts * workload.n or len(children) != len(samples):
-        raise BenchFailed(f"{workload.name}: {len(children)} different samples of {workload.prompts * workload.n} came")
-    made, wanted = (
-        Counter(each) for each in ((len(s.token_ids) for s in samples), np.repeat(workload.lengths()[1], workload.n).tolist())
-    )
+        raise BenchFailed(f"{workload.name}: {len(children)} different samples of {workload.prompts * workload.n} arrived")
+    made = Counter(len(sample.token_ids) for sample in samples)
+    wanted = Counter(np.repeat(workload.lengths()[1], workload.n).tolist())
     if made != wanted:
-        got, meant = (next(iter((one - other).keys())) for one, other in ((made, wanted), (wanted, made)))
+        got, meant = (next(iter(each.keys())) for each in (made - wanted, wanted - made))
         raise BenchFailed(f"{workload.name}: a sample has {got} tokens instead of {meant}")
     if any(len(sample.logprobs) != len(sample.token_ids) for sample in samples):
         raise BenchFailed(f"{workload.name}: a sample lacks log-probs")
 
 
-def summarise(workload: Workload, engine: EngineConfig, target: Target, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(workload: Workload, engine: EngineConfig, target: Target, runs: list[Row]) -> Row:
     speeds = [run["tokens_per_second"] for run in runs]
     return {
         "workload": workload.name,
@@ -236,14 +234,9 @@ def summarise(workload: Workload, engine: EngineConfig, target: Target, runs: li
         "runs": len(runs),
         **{name: statistics.median(run[name] for run in runs) for name in COUNTERS},
         "peak_rss_bytes": max(run["peak_rss_bytes"] for run in runs),
-        "prompts": workload.prompts,
-        "prompt_tokens": workload.prompt_tokens,
-        "n": workload.n,
-        "new_tokens": workload.new_tokens,
+        **{name: getattr(workload, name) for name in ("prompts", "prompt_tokens", "n", "new_tokens")},
         "kv_tokens": engine.kv_tokens,
         "kv_tokens_needed": workload.needed_kv_tokens(engine.block_size),
-        "model": engine.model,
-        "dtype": engine.dtype,
-        "threads": engine.threads,
+        **{name: getattr(engine, name) for name in ("model", "dtype", "threads")},
         **{name: target.status()[name] for name in ("attention", "arithmetic", "isa")},
     }

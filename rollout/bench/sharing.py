@@ -1,10 +1,10 @@
-"""`rollout bench sharing`: one decode step of forked groups, with its prefixes read once for a group and once for each child.
+"""`rollout bench sharing`: one decode step of forked groups in three variants.
 
-    shared      children have the prefix blocks in common, attention reads them once for the group
-    per_child   the same blocks, but each child reads them (`share_prefix` off)
-    copies      every child has a copy of the prefix of its own, as in an engine without forks
+    shared      children share the prefix blocks, and attention reads them once per group
+    per_child   the same blocks, read once per child (`share_prefix` off)
+    copies      every child has its own copy of the prefix, as in an engine without forks
 
-In process and by hand (`rollout.bench.by_hand`), in turn; medians. What comes out must be the same to the bit.
+The steps are built by hand (`rollout.bench.by_hand`) and run in turn; figures are medians. The logits must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,14 +34,14 @@ from rollout.bench.by_hand import (
     release,
     replayed,
 )
-from rollout.bench.errors import BenchFailed
+from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import lognormal, long_enough
 from rollout.models import hide_progress_bars
 
 NAME = "sharing"
 LEAST_TURNS = 5
 SPARE = 0.85
-"""share of the free memory that a pool may take"""
+"""fraction of the free memory that a pool may take"""
 
 
 class PrefixShape(NamedTuple):
@@ -51,7 +50,7 @@ class PrefixShape(NamedTuple):
     prefix: int
     suffix: int
     mixed: bool = False
-    """prefixes and suffixes have lognormal lengths, these at most"""
+    """prefixes and suffixes have lognormal lengths, at most those above"""
 
     @property
     def rows(self) -> int:
@@ -62,7 +61,7 @@ class PrefixShape(NamedTuple):
         return self.prefix + self.suffix
 
     def lengths(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return [groups] blocks of each prefix, whole ones, and [rows] tokens of each context."""
+        """Return the whole blocks of each prefix [groups], and the tokens of each context [rows]."""
         prefixes, suffixes = np.full(self.groups, self.prefix), np.full(self.rows, self.suffix)
         if self.mixed:
             blocks = lognormal(self.groups, max(1, self.prefix // 2), self.prefix) // block_size
@@ -71,36 +70,38 @@ class PrefixShape(NamedTuple):
         return prefixes // block_size, prefixes.repeat(self.children) + suffixes
 
     def scaled(self, factor: float, block_size: int) -> PrefixShape:
-        """Scale prefix and suffix by `factor`, to at least a block of each; the prefix in whole blocks."""
+        """Multiply prefix and suffix by `factor`, to at least one block each; the prefix to whole blocks."""
         prefix = max(1, round(self.prefix * factor / block_size)) * block_size
         return self._replace(prefix=prefix, suffix=max(block_size, round(self.suffix * factor)))
 
 
 FANOUT, LONG_PREFIX, MANY_LONG = PrefixShape(8, 16, 512, 128), PrefixShape(1, 32, 4096, 64), PrefixShape(16, 16, 4096, 64)
-"""decode of the workloads `fanout` and `shared_prefix`; and for a GPU"""
+"""decode steps of the workloads `fanout` and `shared_prefix`, and one for GPUs"""
 
 
 def shapes(device: str) -> tuple[PrefixShape, ...]:
     return (FANOUT, LONG_PREFIX) if device == "cpu" else (FANOUT, LONG_PREFIX, MANY_LONG)
 
 
-def measure_model(folder: Path, config: EngineConfig, scale: float, repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield for each shape a row a variant and a summary. Raises BenchFailed where variants disagree or memory is short."""
+def measure_model(setup: BenchSetup) -> Iterator[Row]:
+    """Yield a row per variant and a summary for each shape. Raises BenchFailed if variants differ or memory does not
+    suffice."""
     from engine.devices import device_of
     from engine.forward.model import open_model
 
     hide_progress_bars()
-    scaled = [shape.scaled(scale, config.block_size) for shape in shapes(config.device)]
-    with long_enough(folder, max(shape.context for shape in scaled)) as (served, weights):
+    config = setup.config()
+    scaled = [shape.scaled(setup.scale, config.block_size) for shape in shapes(config.device)]
+    with long_enough(setup.folder, max(shape.context for shape in scaled)) as (served, weights):
         model = open_model(msgspec.structs.replace(config, model=str(served)), device_of(config).memory)
         for shape in scaled:
-            for row in measure(model, config, shape, repeat):
-                yield row | {"model": str(folder), "weights": weights} if "summary" in row else row
+            for row in measure(model, config, shape, setup.repeat):
+                yield row | {"model": str(setup.folder), "weights": weights} if "summary" in row else row
             release(model.device)
 
 
-def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one shape, each with medians of `repeat` turns, at least LEAST_TURNS, and the summary."""
+def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: int) -> Iterator[Row]:
+    """Yield the rows of one shape and its summary: medians of `repeat` turns, at least LEAST_TURNS."""
     size = config.block_size
     prefix_blocks, contexts = shape.lengths(size)
     block_bytes = model.geometry.kept_as(config.kv_dtype).bytes_per_token * size
@@ -108,7 +109,9 @@ def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: 
     copied = int((-(-contexts // size)).sum()) * block_bytes
     forked = copied - (shape.children - 1) * int(prefix_blocks.sum()) * block_bytes
     if forked > room:
-        raise BenchFailed(f"{text(shape)}: {forked / 2**30:.1f} GiB of KV in {room / 2**30:.1f} GiB; --scale makes it less")
+        raise BenchFailed(
+            f"{text(shape)}: {forked / 2**30:.1f} GiB of KV in {room / 2**30:.1f} GiB of memory; use a smaller --scale"
+        )
     variants = tables(shape, size, copies=copied <= room)
     pool = (1 + max(int(table.max()) for table in variants.values())) * size
     engine = Engine(
@@ -136,8 +139,8 @@ def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: 
 
 
 def tables(shape: PrefixShape, block_size: int, copies: bool) -> dict[str, np.ndarray]:
-    """Make a block table [rows, blocks] for each variant: children have their suffix blocks for themselves in all of them, and
-    their prefix blocks where it says `copies`, which is left out if there is no memory for it."""
+    """Make a block table [rows, blocks] for each variant. Suffix blocks belong to one child in all of them, prefix blocks only
+    in `copies`, which is left out without memory for it."""
     prefixes, contexts = shape.lengths(block_size)
     own = own_blocks(shape.rows, contexts, block_size)
     forked = own.copy()
@@ -145,13 +148,13 @@ def tables(shape: PrefixShape, block_size: int, copies: bool) -> dict[str, np.nd
         forked[row, :blocks] = own[row - row % shape.children, :blocks]
     if copies:
         return {"shared": forked, "per_child": forked, "copies": own}
-    _, packed = np.unique(forked, return_inverse=True)  # as many blocks as there are, and no more
+    _, packed = np.unique(forked, return_inverse=True)  # numbers without gaps, for a smaller pool
     forked = packed.reshape(forked.shape).astype(np.int32)
     return {"shared": forked, "per_child": forked}
 
 
 def copy_prefixes(engine: Engine, shape: PrefixShape, own: np.ndarray) -> None:
-    """Fill every child's copy with what the group's first one holds."""
+    """Copy the KV of each group's first prefix to the other children's."""
     data, (prefixes, _) = engine.worker.kv.data, shape.lengths(engine.config.block_size)
     for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
         first = row - row % shape.children
@@ -161,7 +164,7 @@ def copy_prefixes(engine: Engine, shape: PrefixShape, own: np.ndarray) -> None:
 
 
 def compare(engine: Engine, batches: dict[str, Batch]) -> None:
-    """Raise BenchFailed unless all variants have the same logits, to the bit."""
+    """Raise BenchFailed if a variant has other logits."""
     want = forward(engine, batches["shared"]).clone()
     for name in batches:
         if not torch.equal(forward(engine, batches[name]), want):
@@ -170,23 +173,23 @@ def compare(engine: Engine, batches: dict[str, Batch]) -> None:
 
 def figures(
     shape: PrefixShape, engine: Engine, steps: dict[str, list[float]], alone: dict[str, list[float]], about: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     base = {"workload": NAME, **shape._asdict()}
     step, attention = ({name: statistics.median(each) for name, each in times.items()} for times in (steps, alone))
     for name, each in steps.items():
         yield base | {
             "variant": name,
             "turns": len(each),
-            "step_ms": round(step[name], 4),
-            "step_ms_min": round(min(each), 4),
-            "step_ms_max": round(max(each), 4),
-            "attention_ms": round(attention[name], 4),
+            "step_ms": step[name],
+            "step_ms_min": min(each),
+            "step_ms_max": max(each),
+            "attention_ms": attention[name],
         }
-    summary = base | {"summary": True, "step_ms": round(step["shared"], 4), "attention_ms": round(attention["shared"], 4)}
+    summary = base | {"summary": True, "step_ms": step["shared"], "attention_ms": attention["shared"]}
     for name in ("per_child", "copies"):
         if name in step:
-            summary[f"ratio_to_{name}"] = round(step[name] / step["shared"], 4)
-            summary[f"attention_ratio_to_{name}"] = round(attention[name] / attention["shared"], 4)
+            summary[f"ratio_to_{name}"] = step[name] / step["shared"]
+            summary[f"attention_ratio_to_{name}"] = attention[name] / attention["shared"]
     yield summary | {
         **about,
         "kv_bytes": engine.worker.kv.data.nbytes,

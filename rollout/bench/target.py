@@ -1,4 +1,4 @@
-"""What a benchmark drives. A target takes prompts and yields samples as they finish, and tells its counters and memory."""
+"""What workloads run on: a service in a process of its own, or an engine in this process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rollout.process import RunningService, service_process
 
 
 class Target(Protocol):
-    """What a benchmark drives."""
+    """Takes prompts and yields samples as they finish."""
 
     name: str
 
     def generate(self, prompts: list[np.ndarray], sampling: Sampling | list[Sampling]) -> Iterator[Sample]:
-        """sampling: of all prompts, or of each."""
+        """sampling: for all prompts, or one for each."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """Return `Engine.status()`, whose counters run from the start of the target."""
+        """Return `Engine.status()`. Its counters run from the start of the target."""
         ...
 
     def peak_rss_bytes(self) -> int: ...
@@ -36,7 +36,7 @@ OpenTarget = Callable[[Config], AbstractContextManager[Target]]
 
 
 class ServiceTarget:
-    """client → ZeroMQ → engine in a process of its own."""
+    """A client, ZeroMQ and a service in another process."""
 
     name = "rollout"
 
@@ -79,8 +79,18 @@ class EngineTarget:
 
 
 @contextmanager
+def connected(config: Config) -> Iterator[tuple[RunningService, RolloutClient]]:
+    """Run a service as a process and connect to it."""
+    with (
+        service_process(config) as service,
+        RolloutClient(service.endpoint, name="rollout bench", connect_timeout_s=60.0) as client,
+    ):
+        yield service, client
+
+
+@contextmanager
 def open_service(config: Config) -> Iterator[Target]:
-    with service_process(config) as service, RolloutClient(service.endpoint, name="rollout bench") as client:
+    with connected(config) as (service, client):
         yield ServiceTarget(client, service)
 
 

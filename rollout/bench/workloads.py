@@ -1,7 +1,7 @@
-"""The workloads by name. One is a row of this table; nothing else knows a name.
+"""The workloads, one row of a table each.
 
-`multi_return_seq`, `few_blocks` and `rollouts_*` have names and lengths from transformers' benchmark_v2, script
-continuous_batching_overall.py. There, `few_blocks` is 20 single requests; here the pool holds one group, so it has groups.
+Names and lengths of `multi_return_seq`, `few_blocks` and `rollouts_*` come from continuous_batching_overall.py in transformers'
+benchmark_v2. Its `few_blocks` has 20 single requests; this one has groups, and a KV pool for one of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rollout.config import InputError
 
 ROOM = 1.1
 ROOM_BLOCKS = 8
-"""a roomy pool is by that factor and by so many blocks a child larger than the need: the warm-up's blocks are in nobody's way,
-and the engine does not prepare for pressure by mirroring"""
+"""factor and blocks per child by which a large pool exceeds the need, so that the warm-up's blocks need no eviction and the
+engine does not mirror"""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """`prompts` groups of `n` children; every child makes `new_tokens` tokens (end tokens are ignored)."""
+    """`prompts` groups of `n` children. Every child generates `new_tokens` tokens; stop tokens are ignored."""
 
     name: str
     prompts: int
@@ -27,17 +27,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     new_tokens: int
     kv_share: float | None = None
-    """KV pool as a share of what all children need at their longest; None = roomy"""
+    """size of the KV pool, as a fraction of what all children need at full length; None = large enough"""
     kv_groups: int | None = None
-    """or as so many whole groups at their longest"""
+    """size of the KV pool, in whole groups at full length"""
     temperature: float = 1.0
     mixed: bool = False
-    """prompts and new tokens have lognormal lengths, these at most; the children of a prompt are as long as each other"""
+    """prompts and outputs have lognormal lengths, at most those above; all children of a prompt have the same length"""
 
     @property
     def tight(self) -> bool:
-        """Whether the KV pool is too small for all children at once; the workload is compared then with a roomy pool and with
-        offload off."""
+        """Whether the KV pool is too small for all children at once. Such a workload also runs with a large pool and without
+        offload."""
         return self.kv_share is not None or self.kv_groups is not None
 
     @property
@@ -46,8 +46,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + self.new_tokens
 
     def scaled(self, factor: float, block_size: int, temperature: float = 1.0) -> Workload:
-        """Scale prompt and new tokens by `factor`, but not below one block, unless the workload itself is; drawn at
-        `temperature`."""
+        """Multiply prompt and new tokens by `factor`, down to one block at least, or to the original length if that is
+        shorter."""
 
         def scale(tokens: int) -> int:
             return max(round(tokens * factor), min(tokens, block_size))
@@ -56,7 +56,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, temperature=temperature, **sizes)
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return [prompts] tokens of each prompt, and [prompts] new tokens of each of its children."""
+        """Return the tokens of each prompt [prompts], and the new tokens of each prompt's children [prompts]."""
         most = self.prompt_tokens, self.new_tokens
         if not self.mixed:
             prompt, new = (np.full(self.prompts, each, np.int32) for each in most)
@@ -74,14 +74,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, name=f"{self.name}, mixed lengths", mixed=True)
 
     def needed_kv_tokens(self, block_size: int) -> int:
-        """Return the KV of all children at full length, in tokens of whole blocks: a prompt's full blocks once a group, the
-        rest once a child."""
+        """Return the KV tokens of all children at full length, in whole blocks: the full blocks of a prompt count once per
+        group, the others once per child."""
         prompt, new = self.lengths()
         shared, whole = prompt // block_size, -(-(prompt + new) // block_size)
         return int((shared + self.n * (whole - shared)).sum()) * block_size
 
     def kv_tokens(self, block_size: int) -> int:
-        """Return the tokens of the KV pool to run the workload in."""
+        """Return the size of the KV pool in tokens."""
         needed = self.needed_kv_tokens(block_size)
         if self.kv_groups is not None:
             return min(self.kv_groups, self.prompts) * needed // self.prompts
@@ -90,7 +90,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return int(needed * ROOM) + (64 + ROOM_BLOCKS * self.prompts * self.n) * block_size
 
     def roomy(self) -> Workload:
-        """Return the same work with KV for all."""
+        """Return the same workload with a KV pool for all children."""
         return msgspec.structs.replace(self, kv_share=None, kv_groups=None)
 
 

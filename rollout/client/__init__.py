@@ -1,4 +1,8 @@
-"""The trainer's end: groups out, samples in, weights out. Imports neither torch nor the engine's own rooms."""
+"""The client: submits groups, receives samples, sends weights. Imports neither torch nor an engine.
+
+api ──→ session ──→ link ──→ pending ──→ handle
+  └─→ refresh, lora    └─→ connection
+"""
 
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle

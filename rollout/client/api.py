@@ -1,4 +1,4 @@
-"""The trainer's end. Imports neither torch nor an engine.
+"""The client of a rollout service. Imports neither torch nor an engine.
 
 with RolloutClient("tcp://127.0.0.1:5655") as client:
     for sample in client.generate([[1, 2, 3], [4, 5]], Sampling(n=8, max_tokens=256)):
@@ -7,55 +7,56 @@ with RolloutClient("tcp://127.0.0.1:5655") as client:
 
 from __future__ import annotations
 
-import itertools
-import secrets
-from collections.abc import Iterator, Sequence
-from typing import overload
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, Served
-from rollout.client.generation import Generation
-from rollout.client.handle import Handle, OnChange
-from rollout.client.link import Link
-from rollout.client.refresh import RefreshHandle, answer
-from rollout.client.scoring import score_all, scored_group
-from rollout.client.submission import Prompt, Samples, check_budget, group_of, resumption, seeded, sendable
-from rollout.client.timeouts import Timeouts
-from rollout.client.weights import WeightCalls
-from transport.errors import ServiceLost
-from transport.messages import DIGESTS, Control, Welcome
-from transport.sockets import ClientEnd, ClientTransport
+from engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
+from rollout.client.connection import LinkTiming
+from rollout.client.handle import Handle
+from rollout.client.lora import Adapters, AdapterSource
+from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, WeightSender, answer
+from rollout.client.session import ClientSession
+from rollout.client.streams import Generation
+from rollout.client.submission import Prompt, Samples, continued_group, group_of, rest_of, scored_group, turn_group
+from transport.messages import Welcome
+from transport.sockets import ClientTransport
+from transport.weights import Via
 from transport.weights.group import own_address
 
-__all__ = ["PartialSample", "Handle", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
+__all__ = ["Handle", "PartialSample", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
-class RolloutClient(WeightCalls):
-    """Connects to a rollout service. Thread-safe; one background thread does all the talking, heartbeats included, so a trainer
-    may be busy for as long as it likes.
+class RolloutClient:
+    """Connects to a rollout service. Thread-safe. One background thread sends, receives and exchanges heartbeats, so the
+    trainer may compute for as long as it needs.
 
     Args:
         address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655, or the path of a connection file (`rollout keys add`),
             which has the address and the keys.
-        name: for people, in logs and in the status.
-        transport: another end instead of a socket, e.g. `LoopbackService().connect()`.
-        connect_timeout_s: how long to wait for the service here. ServiceLost after that, saying what to check.
-        link_timeout_s: seconds without a connection after which open groups and calls fail with ServiceLost. A call made while
-            disconnected waits as long; calls made during that wait share its deadline. A link that heals sooner loses nothing.
-            A stopped process is noticed 4 s before that clock starts.
-        stall_timeout_s: connected, but the service's loop says nothing for so long (a single engine step may take minutes):
-            open groups fail with ServiceLost.
+        name: shown in logs and status.
+        transport: replaces the socket, e.g. `LoopbackService().connect()`.
+        connect_timeout_s: how long the constructor waits for the service, before it raises ServiceLost.
+        link_timeout_s: seconds without a connection after which open groups and calls fail with ServiceLost. A call made
+            without a connection waits as long; calls made during that wait share its deadline. A connection that is restored
+            sooner loses nothing. A stopped process is noticed 4 s before this clock starts.
+        stall_timeout_s: seconds without a message from a connected service after which open groups fail with ServiceLost. A
+            single engine step may take minutes.
         require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
-            client with StaleWeights. May be set later, e.g. to what `refresh` returned: then other weights under that version,
-            which a service may have that was started again without a journal, are refused as well.
-        refresh_host: an address of this machine that the service can reach, where refreshes via gloo and nccl meet it;
-            None = the one by which this client reaches the service.
-        budget: most tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
-            `max_tokens` of each of their children that has not come back. Groups over it wait here, those of a higher priority
-            first, then in order; they start under whatever weights are live then. None = no bound but the service's limits.
-            A group that is over it alone is refused by `submit`.
-        restart_timeout_s: in place of `link_timeout_s`, if longer, with `resubmit` or where the service has a journal.
-        resubmit: a service that comes back without its groups gets the open ones again, with the same seeds, once its weights
-            are as new as they were. Without it, and for other calls: ServiceRestarted.
+            client with StaleWeights. It may be set later, e.g. to the version that `refresh` returned; then the service also
+            refuses groups if other weights have that version, as after a restart without a journal.
+        refresh_host: an address of this machine that the service can reach, for refreshes via gloo and nccl; None = the one by
+            which this client reaches the service.
+        budget: maximum tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
+            `max_tokens` of each of their children whose sample has not arrived. Groups over the budget wait in the client,
+            higher priority first, then in order; they start under the weights that are live then. None = only the service's
+            limits. `submit` refuses a group that exceeds the budget alone.
+        restart_timeout_s: replaces `link_timeout_s`, if longer, with `resubmit` or if the service has a journal.
+        resubmit: submit open groups again, with the same seeds, to a service that restarted without them, once its weights are
+            as new as before. Otherwise they fail with ServiceRestarted, as other calls do.
+        timing: further intervals of the connection; the timeouts above replace its own.
+        clock: seconds, as time.monotonic.
     """
 
     def __init__(
@@ -72,40 +73,60 @@ class RolloutClient(WeightCalls):
         budget: int | None = None,
         restart_timeout_s: float = 300.0,
         resubmit: bool = False,
+        timing: LinkTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if budget is not None and budget < 1:
-            raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
-        end = end_of(address, transport)
-        self._budget = budget
-        self._ids = itertools.count()
-        self._serials = itertools.count(1)
-        self._required = Served(require_version)
-        self._resubmit = resubmit
-        patience = Timeouts(link_timeout_s, stall_timeout_s, restart_timeout_s, resubmit)
-        link = Link(end, secrets.token_hex(16), name, patience, budget)
-        super().__init__(link, refresh_host or own_address(end.address))
+        timing = LinkTiming() if timing is None else timing
+        self._session = ClientSession(
+            address,
+            transport,
+            name,
+            budget=budget,
+            require_version=require_version,
+            resubmit=resubmit,
+            timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
+            clock=clock,
+        )
+        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address))
+        self._adapters = Adapters()
         try:
-            wait_for_welcome(self._link, end, connect_timeout_s)
+            self._session.link.first_welcome.result(connect_timeout_s)
+        except TimeoutError:
+            error = self._session.unreachable(connect_timeout_s)
+            self.close()
+            raise error from None
         except BaseException:
             self.close()
             raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the session: the service aborts its open groups, and waiting callers get ClientClosed. May be repeated."""
+        self._session.close()
+        self._sender.close()
+
     @property
     def info(self) -> Welcome:
-        """Return what the service said of itself when this client last connected: model, vocab_size, context, eos_token_ids,
+        """Return the service's description of itself at the last connection: model, vocab_size, context, eos_token_ids,
         version, limits, incarnation."""
-        assert self._link.welcome is not None, "the constructor waits for it"
-        return self._link.welcome
+        return self._session.info
 
     @property
     def require_version(self) -> int:
         """Return the oldest version of the weights to sample from."""
-        return self._required.version
+        return self._session.require_version
 
     @require_version.setter
     def require_version(self, version: int) -> None:
-        """Set it; weights that this client has seen under that version are meant, and no others."""
-        self._required = Served(version, self._link.seen.digest(version))
+        """Set it, together with the digest that this client has seen for the version."""
+        self._session.require_version = version
+
+    # groups
 
     def submit(
         self,
@@ -120,71 +141,63 @@ class RolloutClient(WeightCalls):
 
         Args:
             prompt: [prompt_tokens] token ids, as a list of int or an integer array (copied).
-            group_id: any text that no live group of this client has; made up if None.
-            indices: which of the n children are wanted, ascending; None = all. With a seed, the others may be another
-                service's: a child's numbers depend on its own index only.
-            partials: children that have tokens already and go on from there; see `resume`.
+            group_id: any text that no live group of this client has; None = a new one.
+            indices: requested children of the n, ascending; None = all. With a seed, another service may generate the others:
+                the tokens of a child depend on its own index only.
+            partials: existing tokens of children, which continue from there; see `continue_samples`.
 
-        Raises InvalidRequest or LimitExceeded for what cannot even be sent. What the service refuses is raised by the handle.
-        """
-        return self._submit(group_of(self._id(group_id), prompt, sampling, indices, partials))
+        Raises InvalidRequest or LimitExceeded for a group that cannot be sent. The handle raises what the service refuses."""
+        return self._session.submit(group_of(self._session.group_id(group_id), prompt, sampling, indices, partials))
 
-    @overload
-    def resume(self, *, timeout: float = 60.0) -> None: ...
-
-    @overload
-    def resume(self, samples: Handle, *, group_id: str | None = None) -> Handle: ...
-
-    @overload
-    def resume(
-        self, samples: Samples, prompt: Prompt, sampling: Sampling, group_id: str | None = None, *, append: Prompt | None = None
-    ) -> Handle: ...
-
-    def resume(
+    def continue_samples(
         self,
-        samples: Samples | Handle | None = None,
-        prompt: Prompt = (),
+        samples: Samples | Handle,
+        prompt: Prompt | None = None,
+        sampling: Sampling | None = None,
+        group_id: str | None = None,
+    ) -> Handle:
+        """Continue samples that ended early ("cut", "deadline", "aborted", "stale") as a new group; returns at once.
+
+        The new samples contain all tokens, the old ones included, and their version spans say which weights generated which. A
+        sample that already had its last token returns at once. With the same weights and arithmetic, a continued sample is
+        equal bit for bit to one that was never stopped, also on another service.
+
+        Args:
+            samples: unfinished samples of one group. Or the handle of a group whose service is gone: its remaining children
+                continue from their streamed tokens (`Sampling.stream_every`), with the group's own prompt and sampling.
+                `finish_after` counts the samples that have arrived; a deadline starts again.
+            prompt, sampling: those of the group of the samples; leave them out for a handle. `sampling.seed` may be None: the
+                samples carry the seed.
+            group_id: as for `submit`.
+
+        Raises InvalidRequest for samples that ended by themselves or belong to different groups; otherwise as `submit`."""
+        name = self._session.group_id(group_id)
+        if isinstance(samples, Handle):
+            return self._session.submit(rest_of(name, samples))
+        return self._session.submit(continued_group(name, samples, prompt, sampling))
+
+    def next_turn(
+        self,
+        sample: Sample,
+        prompt: Prompt,
         sampling: Sampling | None = None,
         group_id: str | None = None,
         *,
-        append: Prompt | None = None,
-        timeout: float = 60.0,
-    ) -> Handle | None:
-        """Without samples, undo `pause` and `drain`. With samples, go on with children that were cut short ("cut", "deadline",
-        "aborted", "stale"), as a group of their own; returns at once. The samples that come hold all tokens, those from before
-        included, and their spans say which weights made which. A child that had its last token comes back at once.
-
-        With the same weights and arithmetic a child comes out equal to the bit to one that was never stopped: by another
-        service, after a restart, days later.
+        append: Prompt,
+    ) -> Handle:
+        """Start the next turn of a conversation; returns at once. The prompt of the new group is `prompt`, the tokens of
+        `sample`, and `append`. The service reuses the KV of the sample (`Sampling.kv_ttl_s`).
 
         Args:
-            samples: unfinished children of one group. Or the handle of a group whose service is gone: the children that have
-                not come back go on from what was streamed of them (`Sampling.stream_every`), with the group's own prompt and
-                sampling. `finish_after` counts those that have come back, a deadline begins again.
-            prompt, sampling: as that group had them. `sampling.seed` may be None; the samples have the seed.
+            sample: the sample to continue, with any finish_reason but "error".
+            prompt: the prompt of the sample's group.
+            sampling: of the new turn, its seed included.
             group_id: as for `submit`.
-            append: begin the next turn of a conversation instead: a group of its own behind one sample, however that ended, and
-                these tokens. `sampling` is the turn's own, its seed too. KV of the sample is reused (`Sampling.kv_ttl_s`).
+            append: [tokens] token ids that follow the sample, e.g. the answer of a tool.
 
-        Raises InvalidRequest for children that have ended by themselves, or that are not of one group; otherwise as `submit`.
-        """
-        if samples is None:
-            answer(self._link.request(lambda id: Control(id, "resume")), timeout, "resumption")
-            return None
-        return self._submit(resumption(self._id(group_id), samples, prompt, sampling, append))
-
-    def _id(self, group_id: str | None) -> str:
-        return group_id if group_id is not None else f"#{next(self._ids)}"
-
-    def _submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
-        serial, limits, required = next(self._serials), self.info.limits, self._required
-        group = seeded(group) if self._resubmit else group
-        digest = required.digest if DIGESTS in self.info.capabilities else ""
-        handle = sendable(group, serial=serial, require_version=required.version, require_digest=digest, limits=limits)
-        check_budget(handle, self._budget)
-        handle.on_cancel, handle.on_change = self._link.cancel, on_change
-        self._link.submit(handle)
-        return handle
+        Raises InvalidRequest for a prompt of another length than the sample's, and for an empty `append`; otherwise as
+        `submit`."""
+        return self._session.submit(turn_group(self._session.group_id(group_id), sample, prompt, sampling, append))
 
     def generate(
         self,
@@ -194,16 +207,17 @@ class RolloutClient(WeightCalls):
         group_ids: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Iterator[Sample]:
-        """Yield samples of all groups as they finish. Groups are sent when the iteration starts; ending it early cancels them.
+        """Yield the samples of all groups as they finish. The first step of the iteration sends the groups; leaving it early
+        cancels them.
 
         Args:
-            prompts: one group each.
-            sampling: for all of them, or one for each.
-            group_ids: one for each; made up if None.
-            timeout: seconds between two samples, at most.
+            prompts: one for each group.
+            sampling: for all groups, or one each.
+            group_ids: one each; None = new ones.
+            timeout: maximum seconds between two samples.
 
-        Raises the typed error of the first group that fails (the others are cancelled), RequestTimeout."""
-        with Generation(self._submit, self._id) as generation:
+        Raises the error of the first group that fails, and cancels the others; RequestTimeout."""
+        with Generation(self._session.submit, self._session.group_id) as generation:
             generation.submit_all(prompts, sampling, group_ids)
             yield from generation.samples(timeout)
 
@@ -215,9 +229,9 @@ class RolloutClient(WeightCalls):
         group_ids: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Iterator[list[Sample]]:
-        """Yield whole groups (n samples, sorted by index) in the order of the prompts. Otherwise as `generate`; `timeout` is
-        the longest wait for one group."""
-        with Generation(self._submit, self._id) as generation:
+        """Yield whole groups (n samples, sorted by index) in the order of the prompts. timeout: maximum seconds for one group.
+        Otherwise as `generate`."""
+        with Generation(self._session.submit, self._session.group_id) as generation:
             generation.submit_all(prompts, sampling, group_ids)
             yield from generation.groups(timeout)
 
@@ -229,21 +243,21 @@ class RolloutClient(WeightCalls):
         *,
         timeout: float | None = None,
     ) -> list[list[Sample]]:
-        """Compute log-probs of given tokens. Returns for each prompt a sample of each of its completions, in their order, which
-        ended as "scored". Nothing is drawn, a prompt is prefilled once, and with equal weights the log-probs are equal to the
-        bit to those that were returned when these tokens were drawn.
+        """Compute the log-probs of given tokens. Returns for each prompt one sample per completion, in their order, with
+        finish_reason "scored". Nothing is sampled, and each prompt is prefilled once. Under equal weights, the log-probs are
+        equal bit for bit to those returned when the tokens were sampled.
 
         Args:
             prompts: [prompt_tokens] token ids each.
             completions: for each prompt, token ids of one or more completions.
-            sampling: how the tokens are, or would be, drawn, and whether raw_logprobs and top_logprobs are wanted; None =
-                temperature 1 without truncation. n, max_tokens, seed and finish_after do not matter.
-            timeout: seconds, longest wait for the completions of one prompt.
+            sampling: how the tokens were or would be sampled, and whether raw_logprobs and top_logprobs are wanted; None =
+                temperature 1 without truncation. n, max_tokens, seed and finish_after are ignored.
+            timeout: maximum seconds for the completions of one prompt.
 
-        Raises InvalidRequest and LimitExceeded for what is refused, GroupFailed for a completion that was not scored to its
-        end, ServiceLost, RequestTimeout."""
-        with Generation(self._submit, self._id) as generation:
-            return score_all(generation, lambda: self._id(None), prompts, completions, sampling, timeout)
+        Raises InvalidRequest and LimitExceeded for refused tokens, GroupFailed for a completion that was not scored to its end,
+        ServiceLost, RequestTimeout."""
+        with Generation(self._session.submit, self._session.group_id) as generation:
+            return generation.scores(prompts, completions, sampling, timeout)
 
     def submit_score(
         self,
@@ -252,39 +266,143 @@ class RolloutClient(WeightCalls):
         sampling: Sampling | None = None,
         group_id: str | None = None,
     ) -> Handle:
-        """Send one prompt whose completions are to be scored; returns at once. The samples of the handle end as "scored", or
-        as "aborted" if somebody ended them before. Otherwise as `score`, and as `submit`."""
-        return self._submit(scored_group(self._id(group_id), prompt, completions, sampling))
+        """Send one prompt whose completions are to be scored; returns at once. The samples end as "scored", or as "aborted" if
+        they were aborted before. Otherwise as `score` and `submit`."""
+        return self._session.submit(scored_group(self._session.group_id(group_id), prompt, completions, sampling))
 
-    def close(self) -> None:
-        """End the session: the service aborts what is still open, waiting callers get ClientClosed. May be repeated."""
-        super().close()
-        self._pusher.close()
+    # the service, for all clients
 
+    def status(self, timeout: float = 10.0) -> dict[str, Any]:
+        """Return the service's status. Raises RequestTimeout, ServiceLost."""
+        return answer(self._session.status(), timeout, "status")
 
-def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:
-    """Return the client's end of the connection. Raises ValueError unless just one of the two is given."""
-    if (address is None) == (transport is None):
-        raise ValueError("give an address or a transport, one of the two")
-    return transport if transport is not None else ClientEnd(str(address), Limits())
+    def pause(self, timeout: float = 60.0) -> None:
+        """Stop between two steps, for all clients; refreshes are still accepted. It ends when any client calls `resume`, or
+        when all clients that paused have disconnected."""
+        answer(self._session.control("pause"), timeout, "pause")
 
+    def resume(self, timeout: float = 60.0) -> None:
+        """Undo `pause` and `drain`, of any client."""
+        answer(self._session.control("resume"), timeout, "resumption")
 
-def wait_for_welcome(link: Link, end: ClientTransport, seconds: float) -> None:
-    """Wait until the service has answered. Raises ServiceLost saying what to check, and what the service refused."""
-    try:
-        link.first_welcome.result(seconds)
-    except TimeoutError:
-        raise no_answer(end.address, end.connected, seconds) from None
+    def drain(self, timeout: float = 3600.0) -> None:
+        """Finish the started groups of all clients and start no others until `resume`. Returns when nothing runs. After a
+        RequestTimeout the service continues to drain: wait again, or `resume`."""
+        answer(self._session.control("drain"), timeout, "end of the drain")
 
+    def abort_all(self, timeout: float = 60.0) -> None:
+        """Abort all groups of all clients; samples return as "aborted" with their tokens so far."""
+        answer(self._session.control("abort_all"), timeout, "end of all groups")
 
-def no_answer(address: str, connected: bool, seconds: float) -> ServiceLost:
-    """Say why a service may not have answered, and what to check."""
-    if connected:
-        return ServiceLost(
-            f"{address} accepts connections but did not answer within {seconds} s: it is in a long step, it is stopped, or it "
-            "is not a rollout service"
-        )
-    return ServiceLost(
-        f"no service at {address} within {seconds} s: is `rollout serve` running, is this the endpoint that it printed, and if "
-        "it has keys, is the connection file of this service given in place of the address?"
-    )
+    def change_replicas(
+        self, action: Literal["scale", "drain", "roll"], *, count: int = 0, name: str = "", timeout: float = 60.0
+    ) -> None:
+        """Change the replicas of a fleet; returns when the change has started, and `status` shows its progress. "scale" to
+        `count` replicas; "drain" the replica `name`: it finishes its samples, then stops; "roll": restart all, one after the
+        other, while the others continue their samples. Raises InvalidRequest, also for a service that is no fleet."""
+        answer(self._session.change_replicas(action, count, name), timeout, "change of replicas")
+
+    def sleep(self, level: int = 1, timeout: float = 300.0) -> int:
+        """Release the service's device memory between two steps, e.g. for a trainer on the same device. Returns the released
+        bytes. Running samples are preempted; after `wake` they continue from KV in host memory, as far as it had room.
+
+        Level 1 moves the weights to host memory; level 2 drops them, so that after `wake` a refresh of all tensors must come
+        before the next token. While the weights are asleep, refreshes are refused. When the client disconnects, the service
+        wakes.
+
+        Raises InvalidRequest while asleep, Busy while a refresh is staged, RequestTimeout, ServiceLost."""
+        return answer(self._session.sleep(level), timeout, "sleep").freed_bytes
+
+    def wake(self, timeout: float = 300.0, *, tags: Sequence[Tag] | None = None) -> None:
+        """Undo `sleep`, for all memory or a part of it; samples continue when everything is awake.
+
+        tags: "weights", "kv" or both; None = all that are asleep. For a trainer on the same device: `wake(tags=("weights",))`,
+        `refresh`, then, when the trainer has released its memory, `wake(tags=("kv",))`. After `sleep(level=2)` that refresh is
+        written in place, without a second copy of the weights.
+
+        Raises InvalidRequest if none of these parts is asleep."""
+        answer(self._session.wake(tags), timeout, "wake-up")
+
+    # weights
+
+    def weights_status(self, verify: bool = False, timeout: float = 60.0) -> dict[str, Any]:
+        """Return the live version and digest, and which client stages which weights. verify: also `live_digest`, computed from
+        the live bytes. That costs the service one pass over its weights, as does the first digest of weights never
+        refreshed."""
+        return answer(self._session.weights_status(verify), timeout, "status of the weights")
+
+    def refresh(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        partial: bool = False,
+        timeout: float = 600.0,
+    ) -> Refreshed:
+        """Replace the service's weights in place, all or none, while generation continues. Returns when they are live.
+
+        Args:
+            named_tensors: a module, its state dict or any iterable of (name, tensor), on any device, of any float dtype (cast
+                to the model's). Or the path of a folder of safetensors that the service can read too.
+            version: above the live one; None = the next.
+            kv: running samples "keep" their KV (their version spans show the change), "recompute" it under the new weights, or
+                end ("abort").
+            via: "shm" (same host: written once, read there), "inline" (any host), "files" (a folder), "cuda_ipc" (same host:
+                read on the GPU), "gloo" or "nccl" (torch.distributed, any host; nccl between two GPUs), "delta" (any host:
+                sends what changed since the last refresh by "delta", of which the client keeps a copy in host memory; without a
+                usable copy it sends as "auto", and `Refreshed.reason` says why). "auto": cuda_ipc for tensors on GPUs that the
+                service sees too, shm if both ends share memory, else inline.
+            partial: tensors that are not given keep their values; otherwise a missing one is an error.
+
+        Raises WeightsRefused naming the tensor, Busy naming the client whose refresh is staged, SourceUnreachable,
+        RequestTimeout, ServiceLost. The old weights stay live then; after the last two, `weights_status` tells which weights
+        are live."""
+        return self.refresh_async(named_tensors, version=version, kv=kv, via=via, partial=partial, timeout=timeout).result()
+
+    def refresh_async(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        partial: bool = False,
+        timeout: float = 600.0,
+    ) -> RefreshHandle:
+        """Start a `refresh`; returns when the tensors have been read. With shm they may change from then on; otherwise not
+        before the handle is done: the digests would differ, and the refresh would be refused."""
+        return self._sender.start(named_tensors, RefreshRequest(version, kv, partial), via, timeout)
+
+    def refresh_lora(
+        self,
+        adapter: AdapterSource,
+        *,
+        scale: float = 1.0,
+        base: str | None = None,
+        version: int | None = None,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        timeout: float = 600.0,
+    ) -> Refreshed:
+        """Replace the service's weights by base + adapter. Only A and B are sent; the service adds scale · B A to base weights
+        that it keeps in host memory: its checkpoint, or the last refresh of whole tensors. Tensors that only the previous
+            adapter
+        changed return to their base. Otherwise as `refresh`.
+
+        On the CPU the sum has the bits of PEFT's `merge_and_unload()`, in fp32 and bf16.
+
+        Args:
+            adapter: a PeftModel with one active, unmerged LoRA adapter, or the folder that its `save_pretrained` wrote. Linear
+                layers, and whole modules in `modules_to_save`.
+            scale: factor on the adapter's own lora_alpha / r (or / √r with rslora), as PEFT's `scale_layer`.
+            base: digest of the weights that the adapter was trained on, as `weights_status()["base_digest"]` gives it. None:
+                taken from the frozen weights of a PeftModel, once per model; not compared for a folder.
+            version, kv, via, timeout: as for `refresh`; via="files" is for whole checkpoints.
+
+        Raises WrongBase (a WeightsRefused) if the service's base differs; WeightsRefused for an adapter that cannot be merged
+        (DoRA and other variants, embeddings, trained biases, tied weights, quantised layers), naming the fix; otherwise as
+        `refresh`."""
+        pairs, read = self._adapters.read(adapter, scale, base)
+        return self._sender.start(pairs, RefreshRequest(version, kv, False, read), via, timeout).result()

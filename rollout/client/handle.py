@@ -1,4 +1,4 @@
-"""Handle: one submitted group, seen from the trainer's side."""
+"""Handles of submitted groups, and the streamed tokens of their running children."""
 
 from __future__ import annotations
 
@@ -8,20 +8,94 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
-from engine.types import Group, PartialSample, Sample, Served, TokenChunk
-from rollout.client.partials import PartialOutputs
-from transport.checks import NOTHING, any_version, check_goes_on, check_sample
+from engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, no_tokens
+from transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
 from transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from transport.frames import Frame
 
 OnSample = Callable[["Handle", Sample | None], None]
-"""called in the I/O thread with each sample of a group, with None when the group failed"""
+"""called in the I/O thread with each sample of a group; with None when the group failed"""
 OnChange = Callable[["Handle", Sequence[Sample] | None], None]
-"""the same, called once with the samples that came together"""
+"""the same, with the samples that arrived together"""
 OnTokens = Callable[["Handle", TokenChunk], None]
-"""called in the I/O thread with new tokens of a child that runs"""
+"""called in the I/O thread with new tokens of a running child"""
+
+
+class PartialOutputs:
+    """Known tokens of the unfinished children of one group: partial samples that were submitted, and streamed chunks. `Handle`
+    locks it."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.seed = group.sampling.seed
+        """None: chosen by the engine and not known yet"""
+        self._pieces: dict[int, list[PartialSample]] = {}
+        """consecutive tokens, by index"""
+        self._known: dict[int, int] = {}
+        """number of known tokens, by index"""
+        self._ended: set[int] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget streamed tokens: the group is submitted again."""
+        self.seed = self._group.sampling.seed
+        self._pieces = {child.index: [child] for child in self._group.partials if child.index not in self._ended}
+        self._known = {child.index: len(child.token_ids) for child in self._group.partials}
+
+    def add(self, chunk: TokenChunk, bounds: Bounds) -> TokenChunk | None:
+        """Add a chunk. Returns its new tokens, None if there are none. Raises ValueError for a chunk that is impossible for
+        this group."""
+        group, index = self._group, chunk.index
+        if index not in group.wanted:
+            raise ValueError(f"tokens of child {index} of a group that has {list(group.wanted[:20])}")
+        chunk = _without_filler(chunk, group.sampling)
+        check_chunk(chunk, group, bounds)
+        if index in self._ended:  # a service that was killed in between runs it again
+            return None
+        known, end, most = self._known.get(index, 0), chunk.first + len(chunk.token_ids), group.sampling.max_tokens
+        if chunk.first > known or end > most:
+            raise ValueError(
+                f"tokens from {chunk.first} to {end} of child {index}, of which {known} are known: must follow these, up to "
+                f"max_tokens={most}"
+            )
+        if end <= known:
+            return None
+        tokens = TokenColumns.concat([chunk.slice(known - chunk.first)])  # a copy: views would hold the whole message
+        new = TokenChunk(index=index, first=known, seed=chunk.seed, **tokens.columns())
+        self.seed = chunk.seed
+        self._pieces.setdefault(index, []).append(new)
+        self._known[index] = end
+        return new
+
+    def streamed(self, index: int) -> PartialSample | None:
+        """Return the known tokens of a child if some of them were streamed."""
+        pieces = self._pieces.get(index, [])
+        return _joined(index, pieces) if any(isinstance(piece, TokenChunk) for piece in pieces) else None
+
+    def end(self, index: int) -> None:
+        """Forget a child whose sample has arrived."""
+        self._ended.add(index)
+        self._pieces.pop(index, None)
+
+    def partial_samples(self) -> list[PartialSample]:
+        """Return the known tokens of all unfinished children, by index."""
+        return [_joined(index, pieces) for index, pieces in sorted(self._pieces.items())]
+
+
+def _joined(index: int, pieces: list[PartialSample]) -> PartialSample:
+    return PartialSample(index=index, **TokenColumns.concat(pieces).columns())
+
+
+def _without_filler(chunk: TokenChunk, sampling: Sampling) -> TokenChunk:
+    """Drop columns that the group did not ask for: `pack_progress` adds them if other groups of the message did."""
+    k, ids, logprobs = sampling.top_logprobs, chunk.top_ids, chunk.top_logprobs
+    return msgspec.structs.replace(
+        chunk,
+        raw_logprobs=chunk.raw_logprobs if sampling.raw_logprobs else None,
+        top_ids=ids[:, :k] if k and ids is not None else None,
+        top_logprobs=logprobs[:, :k] if k and logprobs is not None else None,
+    )
 
 
 class Handle:
@@ -35,51 +109,51 @@ class Handle:
 
     def __init__(self, group: Group, frames: list[Frame], digest: bytes) -> None:
         self.group = group
-        """as it was submitted"""
+        """as submitted"""
         self.group_id = group.id
         self.n = group.sampling.n if group.indices is None else len(group.indices)
-        """samples that come"""
+        """number of samples"""
         self.frames = frames
-        """its Submit, kept so that it can be repeated"""
+        """the Submit message, kept for repeats"""
         self.digest = digest
         self.needs = Served()
-        """the service's weights, or newer ones, before it is sent: those of before the service was started again"""
+        """oldest weights of the service under which it may be sent; set after a restart of the service"""
         self.cancelled = False
-        """the client has asked for its end"""
+        """the client has asked to abort it"""
         self.cancelled_children: set[int] = set()
-        """indices of children whose end the client has asked for"""
+        """indices of children that the client has asked to abort"""
         self.sent_at: float | None = None
-        """time.monotonic when it was sent; None: it waits for room"""
+        """time.monotonic of sending; None: unsent"""
         self.bounds = NOTHING
-        """of what may come of it, from when it is sent on"""
+        """bounds of its samples; set when it is sent"""
         self.was_live: Callable[[int], bool] = any_version
-        """whether weights of a version were live, for whoever knows"""
+        """whether a version of the weights was ever live, if the caller knows"""
         self.on_cancel: Callable[[Handle, frozenset[int] | None], None] | None = None
         self.on_change: OnChange | None = None
         self._on_tokens: OnTokens | None = None
-        self._partials = PartialOutputs(group)
-        self._begun = {child.index: child for child in group.partials}
+        self._outputs = PartialOutputs(group)
+        self._partials = {child.index: child for child in group.partials}
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
-        self._in_flight = len(group.prompt) + most_of(group)
+        self._in_flight = len(group.prompt) + max_tokens_of(group)
         self._error: RolloutError | None = None
         self._ended = False
 
     @property
-    def keeps(self) -> bool:
-        """Whether KV of the group's children may be kept after their end."""
+    def may_pin_kv(self) -> bool:
+        """Whether KV of finished children may be pinned."""
         return self.group.sampling.kv_ttl_s > 0
 
     @property
     def done(self) -> bool:
-        """Whether all samples are here, or the group failed."""
+        """Whether all samples have arrived, or the group failed."""
         return self._ended
 
     @property
     def in_flight(self) -> int:
-        """Return the tokens that the group may take in an engine: its prompt, and the most of each child that has not come
-        back; see the client's `budget`."""
+        """Return the maximum of tokens that the group may still need: its prompt, and max_tokens of each child whose sample has
+        not arrived. The client's `budget` bounds their sum."""
         return self._in_flight
 
     @property
@@ -87,10 +161,22 @@ class Handle:
         """Return why the group failed, None if it has not."""
         return self._error
 
-    def result(self, timeout: float | None = None) -> list[Sample]:
-        """Wait for all samples, sorted by index. A child that failed is among them, with finish_reason "error".
+    @property
+    def seed(self) -> int | None:
+        """Return the seed of the group; None until it is known, if the engine chose it."""
+        with self._changed:
+            return self._samples[0].seed if self._samples else self._outputs.seed
 
-        Raises the typed error of a refusal or a lost service, RequestTimeout after `timeout` seconds (the group stays live)."""
+    @property
+    def finished(self) -> list[Sample]:
+        """Return the samples that have arrived, in that order; also of a failed group."""
+        with self._changed:
+            return self._samples.copy()
+
+    def result(self, timeout: float | None = None) -> list[Sample]:
+        """Wait for all samples, sorted by index. A failed child is among them, with finish_reason "error".
+
+        Raises the error of the group; RequestTimeout after `timeout` seconds (the group stays live)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended, timeout):
                 raise RequestTimeout(f"{len(self._samples)} of {self.n} samples after {timeout} s", self.group_id)
@@ -99,9 +185,10 @@ class Handle:
             return sorted(self._samples, key=lambda sample: sample.index)
 
     def samples(self, timeout: float | None = None) -> Iterator[Sample]:
-        """Yield each sample when it ends, in that order; every call starts with the first. `timeout`: seconds for all of them.
+        """Yield the samples in the order in which they finish; each call starts with the first. timeout: seconds for all of
+        them.
 
-        Raises as `result`, after the samples that came before."""
+        Raises as `result`, after the samples that arrived before."""
         deadline = None if timeout is None else time.monotonic() + timeout
         taken = 0
         while True:
@@ -118,9 +205,8 @@ class Handle:
             yield from fresh
 
     def cancel(self, indices: Iterable[int] | None = None) -> None:
-        """Ask for the early end of all children, or of those at `indices`: what is not finished of them comes back as "aborted"
-        with the tokens it has, and KV that is kept of those that are (`Sampling.kv_ttl_s`) is given up. Raises InvalidRequest for
-        an index that the group does not have."""
+        """Abort all children, or those at `indices`. Unfinished ones return as "aborted" with their tokens so far; pinned KV of
+        finished ones (`Sampling.kv_ttl_s`) is released. Raises InvalidRequest for an index that the group does not have."""
         try:
             some = None if indices is None else frozenset(map(operator.index, indices))
         except TypeError:
@@ -131,41 +217,29 @@ class Handle:
         if self.on_cancel is not None:
             self.on_cancel(self, some)
 
-    def on_tokens(self, tell: OnTokens) -> None:
-        """Call `tell` with tokens of children that run, as they come (`Sampling.stream_every`): in this thread now with what is
-        known of them already, in the client's I/O thread later. One listener a group; it must return at once."""
+    def on_tokens(self, callback: OnTokens) -> None:
+        """Call `callback` with new tokens of running children (`Sampling.stream_every`): now, in this thread, with the known
+        ones, later in the client's I/O thread. One callback per group; it must return quickly."""
         with self._changed:
-            assert self._on_tokens is None, "somebody listens already"
-            self._on_tokens = tell
-            known = self._partials.partial_samples()
-            seed = self._partials.seed or 0
-            for child in known:  # under the lock: what comes later is told later
-                tell(self, TokenChunk(**msgspec.structs.asdict(child), first=0, seed=seed))
+            assert self._on_tokens is None, "on_tokens was called before"
+            self._on_tokens = callback
+            known = self._outputs.partial_samples()
+            seed = self._outputs.seed or 0
+            for child in known:  # under the lock: newer tokens come after these
+                callback(self, TokenChunk(index=child.index, first=0, seed=seed, **child.columns()))
 
     def partial_samples(self) -> list[PartialSample]:
-        """Return what the unfinished children have as far as this client knows: what they began with and what was streamed
-        since. Also of a group that failed. `client.continue_samples(handle)` goes on from there."""
+        """Return the known tokens of unfinished children: those they were submitted with and those streamed since. Also of a
+        failed group; `client.continue_samples(handle)` continues from there."""
         with self._changed:
-            return self._partials.partial_samples()
+            return self._outputs.partial_samples()
 
-    @property
-    def seed(self) -> int | None:
-        """Return the seed of the group; None as long as only the engine knows it."""
+    def listen(self, callback: OnSample) -> None:
+        """Call `callback` with each sample, and with None if the group fails: now, in this thread, for those that have arrived,
+        later in the client's I/O thread. One callback per group; it must return quickly."""
+        on_change = one_by_one(callback)
         with self._changed:
-            return self._samples[0].seed if self._samples else self._partials.seed
-
-    @property
-    def finished(self) -> list[Sample]:
-        """Return the samples that are here, in the order in which they came; also of a group that failed."""
-        with self._changed:
-            return self._samples.copy()
-
-    def listen(self, tell: OnSample) -> None:
-        """Call `tell` with each sample, those that are here already included, and with None if the group fails: in this thread
-        now, in the client's I/O thread later. One listener a group; it must return at once."""
-        on_change = one_by_one(tell)
-        with self._changed:
-            assert self.on_change is None, "somebody listens already"
+            assert self.on_change is None, "listen was called before"
             self.on_change = None if self._ended else on_change
             samples, failed = self._samples.copy(), self._error is not None
         on_change(self, samples)
@@ -175,12 +249,12 @@ class Handle:
     # called by the I/O thread only
 
     def add_sample(self, sample: Sample) -> None:
-        """Hand out one sample, as `add_samples` does."""
+        """Add one sample, as `add_samples` does."""
         self.add_samples([sample])
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Hand out samples that have come together; a repeated one changes nothing. Raises ValueError for one that this group
-        cannot have, and hands out none then."""
+        """Add samples that arrived together; repeated ones are ignored. Raises ValueError, and adds none, if one is impossible
+        for this group."""
         most = self.group.sampling.max_tokens
         for sample in samples:
             if sample.index not in self._indices and sample.index not in self.group.wanted:
@@ -192,92 +266,87 @@ class Handle:
                     continue
                 self._indices.add(sample.index)
                 self._in_flight -= most
-                self._partials.end(sample.index)
+                self._outputs.end(sample.index)
                 new.append(sample)
             self._samples += new
             self._ended = self._ended or len(self._samples) == self.n
             self._changed.notify_all()
-            tell = self._listener()
-        if tell is not None and new:
-            tell(self, new)
+            callback = self._take_callback()
+        if callback is not None and new:
+            callback(self, new)
 
     def check(self, sample: Sample) -> None:
-        """Compare a sample that has come with what was asked, and with what was streamed of it. Raises ValueError naming the
-        field; a repeated one is not looked at."""
+        """Compare a sample with the request and with its streamed tokens. Raises ValueError naming the field; repeated samples
+        are not checked."""
         if sample.index in self._indices:
             return
-        check_sample(sample, self.group, self._begun.get(sample.index), self.bounds)
+        check_sample(sample, self.group, self._partials.get(sample.index), self.bounds)
         with self._changed:
-            streamed = self._partials.streamed(sample.index)
+            streamed = self._outputs.streamed(sample.index)
         if streamed is not None:
             check_goes_on(sample, streamed)
 
     def add_chunk(self, chunk: TokenChunk) -> None:
-        """Hand out tokens of a child that runs; those that are known change nothing. Raises ValueError for tokens that this
-        group cannot have."""
+        """Add tokens of a running child; known ones are ignored. Raises ValueError if they are impossible for this group."""
         with self._changed:
-            new = self._partials.add(chunk, self.bounds)
-            tell = self._on_tokens
-        if tell is not None and new is not None:
-            tell(self, new)
+            new = self._outputs.add(chunk, self.bounds)
+            callback = self._on_tokens
+        if callback is not None and new is not None:
+            callback(self, new)
 
     def restart(self) -> None:
-        """Forget what was streamed: the service has lost the group, and gets it again."""
+        """Forget streamed tokens: the service lost the group and gets it again."""
         with self._changed:
-            self._partials.restart()
+            self._outputs.restart()
 
     def fail(self, error: RolloutError) -> None:
-        """Raise `error` for everybody who waits. Nothing to do for a group that has ended."""
+        """Raise `error` in all waiting callers. Ignored if the group has ended."""
         with self._changed:
             if self._ended:
                 return
             self._error, self._ended = error, True
             self._changed.notify_all()
-            tell = self._listener()
-        if tell is not None:
-            tell(self, None)
-
-    def _listener(self) -> OnChange | None:
-        """Return who is told. A group that has ended lets go of its listeners: they may hold it, and all its samples with it,
-        until garbage is looked for."""
-        tell = self.on_change
-        if self._ended:
-            self.on_change = self._on_tokens = None
-        return tell
+            callback = self._take_callback()
+        if callback is not None:
+            callback(self, None)
 
     def abort_unsent(self, max_n: int) -> None:
-        """End a group that the service never got, if it would have been served: aborted samples with the tokens that their
-        children had already."""
+        """End a group that was never sent, as the service would: aborted samples with the tokens of their partial samples."""
         n = self.group.sampling.n
         if not 1 <= n <= max_n:
             self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
-        partials = {} if self.group.score else {child.index: child for child in self.group.partials}
-        none = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        known: dict[int, PartialSample] = {} if self.group.score else self._partials
         for index in self.group.wanted:
-            fresh = PartialSample(index=index, token_ids=none[0], logprobs=none[1], weight_versions=[])
-            self.add_sample(self._aborted(partials.get(index, fresh)))
+            sample = Sample(
+                group_id=self.group_id,
+                index=index,
+                finish_reason="aborted",
+                prompt_tokens=len(self.group.prompt),
+                seed=self.group.sampling.seed or 0,
+                **(known[index] if index in known else no_tokens()).columns(),
+            )
+            self.add_sample(sample)
 
-    def _aborted(self, child: PartialSample) -> Sample:
-        return Sample(
-            group_id=self.group_id,
-            finish_reason="aborted",
-            prompt_tokens=len(self.group.prompt),
-            seed=self.group.sampling.seed or 0,
-            **{name: getattr(child, name) for name in child.__struct_fields__},
-        )
+    def _take_callback(self) -> OnChange | None:
+        """Return the callback. An ended group drops its callbacks: they may refer to it, which would keep all its samples alive
+        until the next garbage collection."""
+        callback = self.on_change
+        if self._ended:
+            self.on_change = self._on_tokens = None
+        return callback
 
 
-def most_of(group: Group) -> int:
-    """Return the tokens that the children of a group make at most."""
+def max_tokens_of(group: Group) -> int:
+    """Return the maximum of tokens that the children of a group generate."""
     return group.sampling.max_tokens * (group.sampling.n if group.indices is None else len(group.indices))
 
 
-def one_by_one(tell: OnSample) -> OnChange:
-    """Have samples that come together told one after the other."""
+def one_by_one(callback: OnSample) -> OnChange:
+    """Adapt a callback for single samples to samples that arrive together."""
 
-    def told(handle: Handle, samples: Sequence[Sample] | None) -> None:
+    def each(handle: Handle, samples: Sequence[Sample] | None) -> None:
         for sample in [None] if samples is None else samples:
-            tell(handle, sample)
+            callback(handle, sample)
 
-    return told
+    return each

@@ -1,10 +1,10 @@
-"""A LoRA adapter as a trainer has it: a PeftModel, or the folder that PEFT saved. Which tensors travel, and what for.
+"""Reads LoRA adapters: a PeftModel, or a folder that PEFT saved. Finds the tensors to send and their targets.
 
     PEFT's name of a factor            base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
     in the manifest                    model.layers.0.self_attn.q_proj.lora_A.weight
     the tensor that it changes         model.layers.0.self_attn.q_proj.weight
 
-What the service cannot merge is refused here, with the fix. torch and peft are imported only when an adapter comes.
+Adapters that the service cannot merge are refused here, with the fix. torch and peft are imported with the first adapter.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ UNSERVED = {
     "layer_replication": "layer_replication",
     "megatron_config": "megatron_config",
 }
-"""fields of a LoraConfig that make something else of W + scale · B A, and what they are called"""
+"""fields of a LoraConfig that change the formula W + scale · B A, and their names for messages"""
 INIT_KEEPS_BASE = (True, False, "gaussian", "eva")
-"""values of init_lora_weights that leave the base weights as they were"""
+"""values of init_lora_weights that do not change the base weights"""
 
 
 class Adapters:
-    """Reads the adapters of one client, and remembers the digests of what they were trained on."""
+    """Reads the adapters of one client, and caches the digests of their base weights."""
 
     def __init__(self) -> None:
         self._bases: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
     def read(self, source: AdapterSource, scale: float, base: str | None) -> tuple[Pairs, Adapter]:
-        """Return the tensors that travel, and what they are for. Raises WeightsRefused, InvalidRequest, SourceUnreachable."""
+        """Return the tensors to send, and their targets. Raises WeightsRefused, InvalidRequest, SourceUnreachable."""
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
             raise InvalidRequest(f"scale={scale!r}: must be a finite number; 1.0 is the adapter's own scale")
         if base is not None and not (isinstance(base, str) and re.fullmatch("[0-9a-f]{64}", base)):
@@ -77,8 +77,8 @@ class Adapters:
         return pairs, Adapter(base, targets)
 
     def _digest_under(self, model: Any) -> str:
-        """Take the `manifest_digest` of the frozen weights under the adapters; again only when one of them has moved or was
-        written, which torch counts unless it was written through `.data`."""
+        """Return the `manifest_digest` of the frozen weights under the adapters. Cached until one of them moves or is written;
+        torch does not count writes through `.data`."""
         tensors = base_tensors(model.get_base_model())
         state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors.values()]
         known = self._bases.get(model)
@@ -88,7 +88,7 @@ class Adapters:
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Check what is told of an adapter (a LoraConfig's fields). Raises WeightsRefused."""
+    """Check the fields of a LoraConfig. Raises WeightsRefused."""
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
         raise WeightsRefused(f"the adapter is {kind}: only LORA is added here; merge it and use refresh(model)")
@@ -132,7 +132,7 @@ def read_model(model: Any, scale: float) -> tuple[Pairs, list[LoraTarget]]:
 
 
 def unserved(path: str, kind: str) -> WeightsRefused:
-    """Make the error for a layer that is no plain LoRA layer."""
+    """Return the error for a layer other than a plain LoRA layer."""
     fix = f"leave it out of target_modules{MERGED}"
     if "bnb" in kind or "4bit" in kind or "8bit" in kind or "gptq" in kind or "awq" in kind:
         fix = "its base is quantised, the service's is not: save_pretrained the adapter and give its folder"
@@ -140,7 +140,7 @@ def unserved(path: str, kind: str) -> WeightsRefused:
 
 
 def digest_of_tensors(tensors: Mapping[str, Any]) -> str:
-    """Take the `manifest_digest` of tensors, on any device."""
+    """Return the `manifest_digest` of tensors on any device."""
     from engine.weights.tensors import flat_bytes, info_of
 
     data = {name: flat_bytes(tensor) for name, tensor in tensors.items()}
@@ -150,7 +150,7 @@ def digest_of_tensors(tensors: Mapping[str, Any]) -> str:
 
 
 def base_tensors(module: Any) -> dict[str, Any]:
-    """List the tensors of a model with adapters in it as its checkpoint names them, without those adapters."""
+    """List the tensors of a model without its adapters, under their names in the checkpoint."""
     from engine.weights.tensors import checkpoint_tensors
 
     own = {}
@@ -164,7 +164,7 @@ def base_tensors(module: Any) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
-    """Read what PEFT's `save_pretrained` wrote. Raises SourceUnreachable, WeightsRefused."""
+    """Read a folder that PEFT's `save_pretrained` wrote. Raises SourceUnreachable, WeightsRefused."""
     from safetensors.torch import load_file
 
     try:
@@ -180,7 +180,7 @@ def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
             f"init_lora_weights={config['init_lora_weights']!r} changes the base, which a folder does not hold: save it with "
             "path_initial_model_for_weight_conversion, or give the PeftModel"
         )
-    # PEFT saves the frozen embeddings along where an adapter is on one of them: what that adapter is added to
+    # with an adapter on an embedding, PEFT also saves the frozen embeddings
     names = {key: key.removeprefix(PREFIX).replace(".base_layer.", ".") for key in sorted(tensors)}
     pairs = [(name, tensors[key]) for key, name in names.items()]
     targets = []
@@ -197,7 +197,7 @@ def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
 
 
 def scaling_of(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Return what PEFT multiplies B A by for the layer at `path`."""
+    """Return PEFT's factor of B A for the layer at `path`."""
     patterns = config.get("alpha_pattern") or {}
     mine = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
     alpha = config["lora_alpha"] if mine is None else patterns[mine]

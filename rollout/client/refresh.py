@@ -1,13 +1,13 @@
-"""The client's side of a refresh: tensors in, one transaction, the version that is live out.
+"""The client's side of a refresh: one transaction from tensors to live weights.
 
-    named tensors ──→ ways[via].offer… ──→ Sender: manifest (digests), offer
-                                             Begin  ──→ Lease
-                      Sender.before_commit   chunks of inline, a window ahead of the answers; nothing with all others
-                                             Commit ──→ Applied
-                      Sender.after_commit    broadcasts of gloo and nccl
+    named tensors ──→ transports[via].offer… ──→ Sender: manifest (digests), offer
+                                                   Begin  ──→ Lease
+                            Sender.before_commit   chunks (inline, delta), a window ahead of the answers
+                                                   Commit ──→ Applied
+                            Sender.after_commit    broadcasts (gloo, nccl)
 
-Only inline waits for the Lease before it sends Commit: with all others the service can stage and apply at one boundary between
-two steps. How bytes travel is told by `transport.weights` alone. torch is imported only when tensors come.
+Only chunks wait for the Lease before Commit: otherwise the service can stage and apply between the same two steps. The weight
+transports are in `transport.weights`. torch is imported when the first tensors are given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, get_args
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from rollout.logs import logger
 from transport import messages as m
 from transport.checks import check_refreshed
 from transport.errors import InvalidRequest, NotBelieved, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
-from transport.weights import Sender, Via, ways
+from transport.weights import Sender, Via, transports
 from transport.weights.manifest import pack_manifest, pack_targets
 from transport.weights.tensors import Tensors
 
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
 
 NamedTensors = Union["torch.nn.Module", Mapping[str, Any], Iterable[tuple[str, Any]], str, os.PathLike[str]]
 
+T = TypeVar("T")
+
 log = logger(__name__)
 
 
 class RefreshHandle:
-    """A refresh under way."""
+    """A refresh in progress."""
 
     def __init__(self) -> None:
         self.future: Future[Refreshed] = Future()
@@ -53,8 +55,8 @@ class RefreshHandle:
         return self.future.done()
 
     def result(self, timeout: float | None = None) -> Refreshed:
-        """Wait until the version is live. Raises what `RolloutClient.refresh` raises; RequestTimeout after `timeout` seconds,
-        and the refresh goes on."""
+        """Wait until the version is live. Raises as `RolloutClient.refresh`, and RequestTimeout after `timeout` seconds, while
+        the refresh continues."""
         done, _ = wait([self.future], timeout)
         if not done:
             raise RequestTimeout(f"the refresh is not done after {timeout} s")
@@ -62,13 +64,13 @@ class RefreshHandle:
 
 
 class RefreshRequest(NamedTuple):
-    """What a refresh is to do, as Begin says it."""
+    """Arguments of a refresh, as in Begin."""
 
     version: int | None
     kv: KVPolicy
     partial: bool
     adapter: Adapter | None = None
-    """what the tensors are for, if they are those of an adapter"""
+    """targets of the tensors, if they are those of an adapter"""
 
     def check(self) -> None:
         """Check the arguments. Raises InvalidRequest naming one."""
@@ -81,24 +83,25 @@ class RefreshRequest(NamedTuple):
 
 
 class WeightSender:
-    """Refreshes of one client, one after the other. What a way keeps (shared memory, exported storages) serves all of them.
-    `host`: an address of this machine that the service can reach, for gloo and nccl."""
+    """Sends the refreshes of one client, one after the other. Its transports keep shared memory and exported storages for the
+    next one. host: an address of this machine that the service can reach, for gloo and nccl."""
 
     def __init__(self, link: Link, host: str = "127.0.0.1") -> None:
         self._link = link
-        self._turn = threading.Lock()
-        self._ways = ways(host)
+        self._one = threading.Lock()
+        """held during a refresh"""
+        self._transports = transports(host)
 
     def start(self, named_tensors: NamedTensors, wanted: RefreshRequest, via: Via, timeout: float) -> RefreshHandle:
-        """Read the tensors, then push them in a thread. Raises InvalidRequest and WeightsRefused for what can be told before
-        that, RequestTimeout where another refresh of this client takes too long."""
+        """Read the tensors, then send them in a thread. Raises InvalidRequest and WeightsRefused for invalid arguments and
+        tensors, RequestTimeout if another refresh of this client takes too long."""
         wanted.check()
-        if via not in self._ways:
-            raise InvalidRequest(f"via={via!r}: must be one of {', '.join(self._ways)}")
+        if via not in self._transports:
+            raise InvalidRequest(f"via={via!r}: must be one of {', '.join(self._transports)}")
         if not isinstance(timeout, int | float) or not 0 <= timeout <= threading.TIMEOUT_MAX:
             raise InvalidRequest(f"timeout={timeout!r}: must be seconds, 0 to {threading.TIMEOUT_MAX:.0f}")
         started = time.monotonic()
-        if not self._turn.acquire(timeout=timeout):
+        if not self._one.acquire(timeout=timeout):
             raise RequestTimeout(f"another refresh of this client takes longer than {timeout} s")
         handle = RefreshHandle()
 
@@ -108,40 +111,40 @@ class WeightSender:
             except BaseException as error:
                 handle.future.set_exception(error)
             finally:
-                sender.close()  # takes gloo 20 ms, for which nobody has to wait
-                self._turn.release()
+                sender.close()  # after the result: gloo takes 20 ms
+                self._one.release()
 
         try:
             sender = self._offer(named_tensors, via)
             threading.Thread(target=run, name="rollout-refresh", daemon=True).start()
         except BaseException:
-            self._turn.release()
+            self._one.release()
             raise
         return handle
 
     def close(self) -> None:
-        """Free what the ways keep, when no refresh runs any more."""
-        with self._turn:
-            for way in self._ways.values():
-                way.close()
+        """Free the memory of the transports when no refresh runs."""
+        with self._one:
+            for transport in self._transports.values():
+                transport.close()
 
     def _offer(self, named_tensors: NamedTensors, via: Via) -> Sender:
         if isinstance(named_tensors, str | os.PathLike):
-            sender = self._ways[via].offer_folder(Path(os.path.abspath(named_tensors)))
+            sender = self._transports[via].offer_folder(Path(os.path.abspath(named_tensors)))
         else:
             assert self._link.welcome is not None
-            sender = self._ways[via].offer_tensors(read(named_tensors), self._link.welcome.capabilities)
+            sender = self._transports[via].offer_tensors(read(named_tensors), self._link.welcome.capabilities)
         log.debug("refresh offered via=%s tensors=%d reason=%r", sender.via, len(sender.manifest), sender.reason)
         return sender
 
     def _push(self, sender: Sender, wanted: RefreshRequest, started: float, end: float) -> Refreshed:
-        """Refresh by this way, or, where the service cannot take it, by the one that stands in for it."""
+        """Refresh by this sender, or by its fallback if the service cannot reach the source."""
         try:
             refreshed = RefreshTransaction(self._link, sender, wanted, end).run()
         except RolloutError as error:
-            if sender.instead is None or not isinstance(error, sender.instead_of):
+            if sender.fallback is None or not isinstance(error, sender.fallback_after):
                 raise
-            other = sender.instead(sender)
+            other = sender.fallback(sender)
             other.reason = f"{sender.via}: {error.message}"
             log.info("refresh offered again via=%s after=%s reason=%r", other.via, sender.via, error.message)
             try:
@@ -153,8 +156,7 @@ class WeightSender:
 
 
 class RefreshTransaction:
-    """One refresh on the connection, from Begin to Applied; the `Channel` of its sender. `end`: time.monotonic at which it is
-    given up."""
+    """One refresh, from Begin to Applied; the `Channel` of its sender. end: time.monotonic at which it fails."""
 
     def __init__(self, link: Link, sender: Sender, wanted: RefreshRequest, end: float) -> None:
         self._link = link
@@ -164,11 +166,11 @@ class RefreshTransaction:
         self._push_id = secrets.token_hex(16)
 
     def run(self) -> Refreshed:
-        """Refresh. Raises what the service refuses it with, RequestTimeout; nothing stays staged then."""
+        """Refresh. Raises the error of the service, RequestTimeout; nothing stays staged then."""
         try:
             return self._commit()
         except BaseException:
-            self._link.request(lambda id: m.Abandon(id, self._push_id))  # harmless where nothing is left of it
+            self._link.request(lambda id: m.Abandon(id, self._push_id))  # does nothing if it has ended
             raise
 
     @property
@@ -177,7 +179,7 @@ class RefreshTransaction:
         return self._link.welcome.limits
 
     def window_bytes(self) -> int:
-        lease: m.Lease = self._answer(self._begun, "lease")
+        lease: m.Lease = self._answer(self._lease, "lease")
         return lease.window_bytes
 
     def chunk(self, offset: int, views: list[np.ndarray]) -> Callable[[], None]:
@@ -193,25 +195,25 @@ class RefreshTransaction:
         manifest, whole = pack_manifest(sender.manifest), manifest_digest(sender.manifest)
         adapter = wanted.adapter
         targets, base = (None, None) if adapter is None else (pack_targets(adapter.targets), adapter.base)
-        version = self._link.seen.next_version() if wanted.version is None else wanted.version
+        version = self._link.weights.next_version() if wanted.version is None else wanted.version
         fields = self._push_id, manifest, sender.offer, version, wanted.partial, wanted.kv, targets, base
-        self._begun: Future[m.Lease] = request(lambda id: m.Begin(id, *fields))
+        self._lease: Future[m.Lease] = request(lambda id: m.Begin(id, *fields))
         sender.before_commit(self)
         committed: Future[m.Applied] = request(lambda id: m.Commit(id, self._push_id, whole))
-        self._answer(self._begun, "lease")
+        self._answer(self._lease, "lease")
         try:
             sender.after_commit(committed.done, self._end)
         except SourceUnreachable as error:
-            self._say_why(error, committed)
-        applied: m.Applied = self._answer(committed, "refresh; weights_status() tells what came of it")
+            self._raise_cause(error, committed)
+        applied: m.Applied = self._answer(committed, "refresh; weights_status() tells which weights are live")
         try:
             check_refreshed(applied.refreshed, wanted.version)
         except ValueError as error:
             raise NotBelieved(f"the service answered what cannot be: {error}") from None
         return applied.refreshed
 
-    def _say_why(self, error: SourceUnreachable, committed: Future[m.Applied]) -> None:
-        """Raise what the service answers where the sender failed: it knows why, and says so when this end has left."""
+    def _raise_cause(self, error: SourceUnreachable, committed: Future[m.Applied]) -> None:
+        """Raise the service's reason for a failed sender; the service answers when this end has left."""
         self._sender.close()
         try:
             self._answer(committed, "refresh")
@@ -223,7 +225,7 @@ class RefreshTransaction:
 
 
 def read(named_tensors: Any) -> Tensors:
-    """Read the names and bytes of a module, a state dict or pairs. Raises WeightsRefused naming the tensor at fault."""
+    """Read the names and bytes of a module, a state dict or pairs. Raises WeightsRefused naming the invalid tensor."""
     from engine.weights.tensors import InvalidWeights, flat_bytes, info_of, named_pairs
 
     try:
@@ -238,8 +240,8 @@ def read(named_tensors: Any) -> Tensors:
 
 
 def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:
-    """Return what takes the digests of tensors on GPUs where they lie; None: without Triton, or where a trainer has not the
-    engine's CUDA part, their bytes come to the host for that."""
+    """Return the function that digests tensors on their GPU. None without Triton or the engine's CUDA part: then their bytes
+    are copied to the host for that."""
     try:
         from engine.cuda.digests import device_hashes, digests_of
     except ImportError:
@@ -247,8 +249,8 @@ def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:
     return digests_of if device_hashes() else None
 
 
-def answer(future: Future[Any], timeout: float | None, what: str) -> Any:
-    """Wait for the result of a request. Raises RequestTimeout after `timeout` seconds; the link does not ask again then."""
+def answer(future: Future[T], timeout: float | None, what: str) -> T:
+    """Wait for the answer to a request. Raises RequestTimeout after `timeout` seconds; the request is not repeated then."""
     try:
         return future.result(timeout)
     except RequestTimeout:

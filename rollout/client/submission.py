@@ -1,4 +1,4 @@
-"""From what a trainer gives to a group that can be sent."""
+"""Builds groups and their Submit messages from a trainer's arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.client.handle import Handle
+from transport.columns import pack_partials
 from transport.errors import InvalidRequest, LimitExceeded
 from transport.frames import Frame, pack
 from transport.messages import Submit, digest
-from transport.partial import pack_partials
 
 Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""
@@ -30,7 +30,7 @@ def group_of(
     indices: Iterable[int] | None = None,
     partials: Iterable[PartialSample] = (),
 ) -> Group:
-    """Make a group of what a trainer gives, in the types that it travels in. Raises InvalidRequest."""
+    """Make a group in the types of the wire. Raises InvalidRequest."""
     sampling = Sampling() if sampling is None else sampling
     try:
         some = None if indices is None else tuple(operator.index(index) for index in indices)
@@ -39,17 +39,17 @@ def group_of(
     return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_partial, partials)))
 
 
-def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Prompt, sampling: Sampling | None) -> Group:
-    """Make the group in which these unfinished children of one group go on. Raises InvalidRequest."""
-    if sampling is None:
-        raise InvalidRequest("resume of samples without sampling: give the prompt and the sampling of their group")
+def continued_group(group_id: str, samples: Samples, prompt: Prompt | None, sampling: Sampling | None) -> Group:
+    """Make the group that continues unfinished samples of one group. Raises InvalidRequest."""
+    if prompt is None or sampling is None:
+        raise InvalidRequest("samples without their prompt or sampling: give the prompt and the sampling of their group")
     samples = [samples] if isinstance(samples, Sample) else list(samples)
     finished = [sample.index for sample in samples if sample.finish_reason in ("stop", "length")]
     failed = [sample.index for sample in samples if sample.finish_reason == "error"]
     seeds = {sample.seed for sample in samples}
     if not samples or finished or failed:
         what = f"children {finished} have ended by themselves" if finished else f"children {failed} failed"
-        raise InvalidRequest(f"{what if samples else 'no samples'}: give those that were cut short")
+        raise InvalidRequest(f"{what if samples else 'no samples'}: give samples that ended early")
     if len(seeds) > 1 or sampling.seed not in (None, *seeds):
         raise InvalidRequest(f"samples of seeds {sorted(seeds)}, sampling.seed={sampling.seed}: all must be of one group")
     samples = sorted(samples, key=lambda sample: sample.index)
@@ -59,13 +59,13 @@ def resumed_group(group_id: str, samples: Sample | Sequence[Sample], prompt: Pro
 
 
 def rest_of(group_id: str, handle: Handle) -> Group:
-    """Make the group in which the children of a group go on that have not come back, from what is known of them. Raises
-    InvalidRequest if there is none."""
+    """Make the group that continues the missing children of a group from their known tokens. Raises InvalidRequest if none is
+    missing."""
     finished, sampling = handle.finished, handle.group.sampling
     gone = {sample.index for sample in finished} | handle.cancelled_children
     indices = [index for index in handle.group.wanted if index not in gone]
     if handle.cancelled or not indices:
-        raise InvalidRequest("nothing is left of this group: its children have come back or were cancelled", handle.group_id)
+        raise InvalidRequest("nothing is left of this group: its samples have arrived or were cancelled", handle.group_id)
     ended = sum(sample.finish_reason in ("stop", "length") for sample in finished)
     enough = sampling.finish_after
     if enough is not None and ended >= enough:
@@ -76,40 +76,45 @@ def rest_of(group_id: str, handle: Handle) -> Group:
     return group_of(group_id, handle.group.prompt, sampling, indices, partials)
 
 
+def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], sampling: Sampling | None) -> Group:
+    """Make the group that scores the completions of a prompt, one child each. sampling: how they were sampled; its n, numbers
+    of tokens and early ends are replaced. Raises InvalidRequest."""
+    tokens = [token_array(completion) for completion in completions]
+    empty = [i for i, each in enumerate(tokens) if not len(each)]
+    if not tokens or empty:
+        raise InvalidRequest(f"completion {empty[0]} has no tokens" if tokens else "no completions to score for a prompt")
+    sampling = plain(Sampling() if sampling is None else sampling)
+    longest = max(map(len, tokens))
+    own = {"n": len(tokens), "max_tokens": longest, "min_tokens": min(sampling.min_tokens, longest), "seed": sampling.seed or 0}
+    sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, deadline_s=None, **own)
+    partials = []
+    for index, each in enumerate(tokens):
+        zeros = np.zeros(len(each), np.float32)  # ignored by the service
+        partials.append(PartialSample(index=index, token_ids=each, logprobs=zeros, weight_versions=[(0, 0)]))
+    return Group(group_id, token_array(prompt), sampling, None, tuple(partials), score=True)
+
+
 def seeded(group: Group) -> Group:
-    """Give a group a seed, if it has none: sent again it is the same."""
+    """Give a group a seed if it has none, so that it can be sent again."""
     if group.sampling.seed is not None:
         return group
     sampling = msgspec.structs.replace(group.sampling, seed=secrets.randbelow(SEED_LIMIT))
     return msgspec.structs.replace(group, sampling=sampling)
 
 
-def resumption(
-    group_id: str, samples: Samples | Handle, prompt: Prompt, sampling: Sampling | None, append: Prompt | None
-) -> Group:
-    """Make the group that goes on with what has ended: its next turn where something is to be appended. Raises
-    InvalidRequest."""
-    if append is not None:
-        return next_turn(group_id, samples, prompt, sampling, append)
-    if isinstance(samples, Handle):
-        return rest_of(group_id, samples)
-    return resumed_group(group_id, samples, prompt, sampling)
-
-
-def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling: Sampling | None, append: Prompt) -> Group:
-    """Make the group that continues a child behind its last token: its prompt is `prompt`, the child's tokens and `append`.
-    Raises InvalidRequest."""
+def turn_group(group_id: str, sample: Sample, prompt: Prompt, sampling: Sampling | None, append: Prompt) -> Group:
+    """Make the group of the next turn: its prompt is `prompt`, the sample's tokens and `append`. Raises InvalidRequest."""
     if not isinstance(sample, Sample):
-        raise InvalidRequest(f"append with a {type(sample).__name__}: a turn continues one sample; give that")
+        raise InvalidRequest(f"sample is a {type(sample).__name__}: a turn continues one sample; give that one")
     before, more = token_array(prompt), token_array(append)
     if sample.finish_reason == "error":
         raise InvalidRequest(f"child {sample.index} of {sample.group_id!r} failed ({sample.error}): it has no next turn")
     if len(before) != sample.prompt_tokens:
         raise InvalidRequest(
-            f"prompt of {len(before)} tokens, the sample was drawn behind {sample.prompt_tokens}: give the prompt of its group"
+            f"prompt of {len(before)} tokens, the sample has prompt_tokens={sample.prompt_tokens}: give the prompt of its group"
         )
     if not len(more):
-        raise InvalidRequest("append is empty: give the tokens that follow the sample's, or leave it out")
+        raise InvalidRequest("append is empty: give the tokens that follow the sample's")
     group = group_of(group_id, np.concatenate([before, sample.token_ids, more]), sampling)
     return msgspec.structs.replace(group, after=(sample.group_id, sample.index))
 
@@ -117,8 +122,7 @@ def next_turn(group_id: str, sample: Samples | Handle, prompt: Prompt, sampling:
 def sendable(
     group: Group, *, serial: int, require_version: int, limits: Limits, client: str = "", require_digest: str = ""
 ) -> Handle:
-    """Make the handle of a group, with its frames. Checks types and sizes, without which it could not even be sent; values are
-    the service's to check.
+    """Make the handle of a group, with its frames. Checks types and sizes; the service checks values.
 
     Raises InvalidRequest, LimitExceeded."""
     try:
@@ -141,14 +145,14 @@ def submit_of(group: Group, *, serial: int, require_version: int, client: str) -
 
 
 def handle_of(group: Group, submit: Submit, limits: Limits) -> Handle:
-    """Make the handle of a group whose fields have the types that travel. Raises LimitExceeded for what is too large."""
+    """Make the handle of a group whose fields have the types of the wire. Raises LimitExceeded."""
     frames = pack(submit)
     check_sizes(submit, frames, limits)
     return Handle(group, frames, digest(submit))
 
 
 def check_budget(handle: Handle, budget: int | None) -> None:
-    """Raise LimitExceeded for a group that alone is over the client's budget, and could never be sent."""
+    """Raises LimitExceeded for a group that exceeds the client's budget alone: it could never be sent."""
     if budget is not None and handle.in_flight > budget:
         raise LimitExceeded(
             f"a prompt of {len(handle.group.prompt)} tokens and {handle.n} x max_tokens {handle.group.sampling.max_tokens} are "
@@ -158,8 +162,8 @@ def check_budget(handle: Handle, budget: int | None) -> None:
 
 
 def plain(sampling: Sampling) -> Sampling:
-    """Turn numpy's numbers and strings into Python's, also inside of containers. Raises InvalidRequest for anything that is no
-    Sampling, and naming the field for what cannot travel."""
+    """Convert numpy's numbers and strings to Python's, also in containers. Raises InvalidRequest for another type, naming the
+    field that cannot be sent."""
     if not isinstance(sampling, Sampling):
         raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
     plain = {}
@@ -174,7 +178,7 @@ def plain(sampling: Sampling) -> Sampling:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value of a Sampling without numpy's types in it."""
+    """Convert a value of a Sampling to Python's types."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -183,7 +187,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _plain_partial(child: PartialSample) -> PartialSample:
-    """Return a child with plain arrays. Raises InvalidRequest for anything that is no PartialSample of arrays of numbers."""
+    """Convert the arrays of a partial sample to the dtypes of the wire. Raises InvalidRequest for anything else."""
     if not isinstance(child, PartialSample):
         raise InvalidRequest(f"partials has a {type(child).__name__}: give PartialSample.of(sample)")
     try:
@@ -197,13 +201,14 @@ def _plain_partial(child: PartialSample) -> PartialSample:
 
 
 def check_types(submit: Submit) -> None:
-    """Check field types. Raises TypeError, ValueError or OverflowError for one that the service would decode to another."""
+    """Check field types. Raises TypeError, ValueError or OverflowError for a value that the service would decode
+    differently."""
     for value, kind in ((submit.group_id, str), (submit.require_version, int), (submit.sampling, Sampling)):
         msgspec.convert(msgspec.to_builtins(value), kind)
 
 
 def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
-    """Check sizes. Raises LimitExceeded naming the limit of the service."""
+    """Check sizes. Raises LimitExceeded naming the limit."""
     for what, size, most, name in (
         ("a group id", len(submit.group_id.encode()), limits.max_id_bytes, "max_id_bytes"),
         ("a header", len(frames[0]), limits.max_header_bytes, "max_header_bytes"),
@@ -215,8 +220,7 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
 
 
 def token_array(prompt: Prompt) -> np.ndarray:
-    """Copy token ids to [prompt_tokens] int32. Raises InvalidRequest for anything that is not integers of 32 bits, in one
-    dimension."""
+    """Copy token ids to [prompt_tokens] int32. Raises InvalidRequest unless they are 32-bit integers in one dimension."""
     try:
         array = np.asarray(prompt)
     except (ValueError, TypeError, OverflowError) as error:

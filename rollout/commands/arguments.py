@@ -190,7 +190,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     """sampling temperature of the workloads"""
     against: str = ""
-    """other engines to run in alternation: vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers)"""
+    """run in turn with other engines, vllm=PYTHON,transformers_cb,transformers (rollout/bench/peers), or with another checkout:
+    the path of its folder, with a slash"""
     floor: bool = False
     """measure the hardware bound of each workload and print the fraction reached; --against does so too"""
     replicas: int = 2

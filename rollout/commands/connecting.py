@@ -1,4 +1,4 @@
-"""The client of a command, for the address that a person gave."""
+"""Connects a command to a running service."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def connected(address: str, command: str, timeout_s: float = 10.0) -> RolloutClient:
-    """Connect to a running service, for at most so many seconds. Raises InputError for an address that cannot be used,
-    ServiceLost, KeyRefused."""
-    from rollout.client.api import RolloutClient  # `rollout --help` waits for no socket library
+    """Connect to a running service within `timeout_s` seconds. Raises InputError for an invalid address, ServiceLost,
+    KeyRefused."""
+    from rollout.client.api import RolloutClient  # imported here, so that `rollout --help` is fast
 
     try:
         return RolloutClient(address, name=command, connect_timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""`rollout demo`: the service in a process of its own, and a trainer's side here that sends it chat prompts and watches."""
+"""`rollout demo`: starts a service and prints its samples for a few chat prompts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ QUESTIONS = (
     "Give me a good title for a story about a lost robot.",
 )
 SHOWN = 4
-"""groups whose likeliest answer is printed"""
+"""groups whose best answer is printed"""
 
 
 def run(model: str, n: int, max_tokens: int) -> int:
-    """Run the demonstration, and stop what it started. Returns the exit status."""
+    """Run the demonstration and stop the service. Returns the exit status."""
     console = Console(highlight=False)
     folder = models.resolve(model)
     tokenizer = models.load_tokenizer(folder)
@@ -50,7 +50,7 @@ def run(model: str, n: int, max_tokens: int) -> int:
 
 
 def collect(client: RolloutClient, prompts: list[list[int]], sampling: Sampling) -> list[Sample]:
-    """Collect all samples, with a bar that counts them as they finish."""
+    """Collect all samples and show a progress bar."""
     samples = []
     tokens, started = 0, time.perf_counter()
     with tqdm(total=len(prompts) * sampling.n, unit="sample", dynamic_ncols=True) as bar:

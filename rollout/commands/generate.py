@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from engine.types import Sample, Sampling
 from rollout import models
-from rollout.client.texts import text_of
+from rollout.client.text import text_of
 from rollout.commands.connecting import connected
 from rollout.config import Config, InputError
 from rollout.process import service_process

@@ -1,4 +1,4 @@
-"""`rollout http`: other people's dialects in front of a running service."""
+"""`rollout http`: the HTTP gateway of a running service."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transport.keys.files import BadKeys, read_private
 def run(args: HttpArgs) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError, ModelNotFound, RolloutError."""
     try:
-        from rollout.http.facade import Settings
-        from rollout.http.facade import run as run_facade
+        from rollout.http.gateway import run as run_gateway
+        from rollout.http.settings import Settings
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed: pip install -e '.[http]'") from error
     from rollout import models
@@ -39,7 +39,7 @@ def run(args: HttpArgs) -> int:
     except ValueError as error:
         raise InputError(str(error)) from error
     if args.ready_file and not Path(args.ready_file).absolute().parent.is_dir():
-        raise InputError(f"--ready-file {args.ready_file}: there is no folder for it; make it first")
+        raise InputError(f"--ready-file {args.ready_file}: its folder does not exist; create it first")
     models.hide_progress_bars()
 
     def ready(url: str, admin: str) -> None:
@@ -51,17 +51,17 @@ def run(args: HttpArgs) -> int:
     with connected(args.address, "rollout http") as client:
         tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
         gc.collect()
-        gc.freeze()  # a tokenizer's library has half a million objects: walking them takes longer than a hundred requests
+        gc.freeze()  # half a million objects of the tokenizer: collecting them takes as long as a hundred requests
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(run_facade(client, tokenizer, settings, ready))
+                runner.run(run_gateway(client, tokenizer, settings, ready))
         finally:
             gc.unfreeze()
     return 0
 
 
 def token_of(path: str | None) -> str | None:
-    """Read a token. Raises InputError, also for a file that others can read."""
+    """Read an access token. Raises InputError, also for a file that other users can read."""
     if path is None:
         return None
     try:
@@ -73,10 +73,10 @@ def token_of(path: str | None) -> str | None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's maker of event loops where it is installed, else asyncio's."""
+    """Return uvloop's event loop if it is installed, None = asyncio's."""
     try:
         import uvloop
     except ModuleNotFoundError:
         return None
-    maker: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return maker
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,6 +1,6 @@
-"""Ctrl-C while modules are imported, which takes up to seconds: nothing has been started, so the process just ends.
+"""Ctrl-C during imports, which may take seconds: the process exits at once, since nothing has been started.
 
-An exception there would come up inside other people's imports, some of which print it, and some of which go on.
+A KeyboardInterrupt would be raised inside third-party imports, some of which print it or continue.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import signal
 from types import FrameType
 
 STATUS = 130
-"""exit status of a process that Ctrl-C has ended"""
+"""exit status after Ctrl-C"""
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
-    """End the process, without a word."""
+    """Exit without a message."""
     os._exit(STATUS)
 
 
 def imports_begin() -> None:
-    """Let Ctrl-C end the process at once, unless whoever started it had it ignored. For the main thread."""
+    """Let Ctrl-C exit at once, unless the parent process had it ignored. Call from the main thread."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
 
 
 def imports_end() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, if it was this module that changed that."""
+    """Let Ctrl-C raise KeyboardInterrupt again, if `imports_begin` changed that."""
     if signal.getsignal(signal.SIGINT) is leave_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,5 @@
-"""The command `rollout`: from words to an exit status.
-
-0 = done, 1 = an error with its reason on standard error, 2 = wrong usage, or a model that cannot be served, 130 = stopped by
-Ctrl-C.
-"""
+"""The command `rollout`. Exit status: 0 = success; 1 = error, with its reason on standard error; 2 = wrong usage, or a model
+that cannot be served; 130 = stopped by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -38,9 +35,8 @@ from transport.keys.files import BadKeys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; `argv`: its words, None = those of this process. Returns the exit status."""
-    # Threads that spin at every barrier cost a scheduler's quantum each when something else has a core. Read by libgomp when
-    # torch is imported.
+    """Run one command. argv: its arguments; None = those of this process. Returns the exit status."""
+    # Spinning threads waste a time slice each if another process needs the core. libgomp reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     words = sys.argv[1:] if argv is None else argv
     name = " ".join(["rollout", *words[:1]])
@@ -56,13 +52,13 @@ def main(argv: list[str] | None = None) -> int:
     except (BadKeys, CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
-    except BrokenPipeError:  # whoever read standard output wants no more, as `head` does
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains once more at its end
+    except BrokenPipeError:  # the reader closed standard output, for example `head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  otherwise Python reports another error at exit
         return 1
 
 
 def command_of(args: Command) -> Callable[[], int]:
-    """Import what the command needs that was asked for, and nothing else. Returns what runs it, and returns the exit status."""
+    """Import only the modules of this command. Returns a function that runs it and returns the exit status."""
     match args:
         case ServeArgs():
             from rollout.commands import serve
@@ -76,7 +72,9 @@ def command_of(args: Command) -> Callable[[], int]:
             from rollout.commands import generate
 
             if args.address is not None and args.settings != Config():
-                raise InputError("--address with settings of a service, which are for one started here: leave one of them out")
+                raise InputError(
+                    "--address uses a running service, so settings of a service have no effect: leave one of them out"
+                )
             config = arguments.with_model(args.settings, args.model)
             tokenizer = args.model if args.address else None
             return partial(generate.run, args.prompts, args.out, args.sampling, args.address, config, tokenizer=tokenizer)
@@ -101,8 +99,8 @@ def command_of(args: Command) -> Callable[[], int]:
 
 
 def status(args: StatusArgs) -> int:
-    """Print what a running service answers; until `args.wait` is over say why it does not, and ask again. Raises InputError,
-    ServiceLost, RequestTimeout."""
+    """Print the status of a running service. Retry for `args.wait` seconds and print the reason of each failure. Raises
+    InputError, ServiceLost, RequestTimeout."""
     until, told = time.monotonic() + args.wait, ""
     while True:
         try:
@@ -132,16 +130,16 @@ def fleet(args: FleetArgs) -> int:
 
 
 def bench(args: BenchArgs) -> Callable[[], int]:
-    """Import the workloads of a checkout. Raises InputError where there is none: the wheel has no benchmarks. Returns what runs
-    them, and returns the exit status."""
+    """Import the benchmarks, which only a checkout has. Returns a function that runs them and returns the exit status. Raises
+    InputError for an installed wheel."""
     try:
-        from rollout.bench import BenchFailed, run
+        from rollout.bench import BenchFailed, BenchOptions, run
     except ModuleNotFoundError as error:
         raise InputError("the benchmarks are not installed with the package: run them in a checkout of its sources") from error
 
     def measure() -> int:
         try:
-            return run(**msgspec.structs.asdict(args))
+            return run(BenchOptions(**msgspec.structs.asdict(args)))
         except BenchFailed as error:
             print(f"rollout bench: {error}", file=sys.stderr)
             return 1

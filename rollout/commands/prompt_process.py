@@ -1,7 +1,7 @@
-"""A process that turns prompts into token ids: `python -m rollout.commands.prompt_process FOLDER CHARS SECONDS BYTES`.
+"""A process that renders chat templates and tokenizes: `python -m rollout.commands.prompt_process FOLDER CHARS SECONDS BYTES`.
 
-One JSON job a line comes in, one JSON answer a line goes out, in turn. It ends with its input. A job that takes too long ends
-the process (SIGALRM). So does one that needs too much memory, unless Python is the one that gets none.
+It reads one JSON job per line from standard input and writes one JSON answer per line, in order, until its input ends. A job
+that takes too long ends the process (SIGALRM). So does one that needs too much memory, unless the allocation fails in Python.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollout.http.prompts import Answer, Job, PromptRefused, Prompts
 
 
 def serve(prompts: Prompts, jobs: Iterable[bytes], answers: BinaryIO, seconds: float) -> None:
-    """Do jobs until there are no more, each in at most so many seconds."""
+    """Execute jobs until the input ends. seconds: maximum time of each."""
     decoder: msgspec.json.Decoder[Job] = msgspec.json.Decoder(Job)
     for line in jobs:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             answer: Answer = prompts.answer(decoder.decode(line))
         except (RecursionError, MemoryError) as error:
-            answer = PromptRefused(f"the prompt cannot be read: {type(error).__name__}")
+            answer = PromptRefused(f"the prompt is too deeply nested or too large: {type(error).__name__}")
         data = msgspec.json.encode(answer) + b"\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(data)
@@ -35,7 +35,7 @@ def serve(prompts: Prompts, jobs: Iterable[bytes], answers: BinaryIO, seconds: f
 
 
 def bound_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has. Where the system does not count them, only time is bounded."""
+    """Limit the memory that this process allocates from now on, in bytes. Without /proc there is no limit."""
     status = Path("/proc/self/status")
     if status.exists():
         held = next(line for line in status.read_text().splitlines() if line.startswith("VmData:"))
@@ -44,14 +44,14 @@ def bound_memory(more: int) -> None:
 
 
 def main() -> None:
-    """Load the tokenizer, and serve standard input."""
+    """Load the tokenizer, and execute jobs from standard input."""
     folder, chars, seconds, more = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without, and starts in a quarter of the time
+    os.dup2(2, 1)  # libraries print to standard output
+    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed; transformers starts four times faster without it
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RUST_BACKTRACE"] = "0"  # of a tokenizer without memory: the pool says it in words
+    os.environ["RUST_BACKTRACE"] = "0"  # of a tokenizer that runs out of memory; the pool reports it
     from rollout.models import load_tokenizer
 
     prompts = Prompts(load_tokenizer(folder), int(chars))

@@ -190,7 +190,9 @@ def with_memory_share(engine: EngineConfig, replicas: int) -> EngineConfig:
     """Give each of the replicas that share a host its part of the memory; those on GPUs have their own."""
     if engine.device.startswith("cuda"):
         return engine
-    changes: dict[str, object] = {"cpu_offload_safety_threshold": engine.cpu_offload_safety_threshold / replicas}
+    threshold = engine.advanced.cpu_offload_safety_threshold / replicas
+    advanced = msgspec.structs.replace(engine.advanced, cpu_offload_safety_threshold=threshold)
+    changes: dict[str, object] = {"advanced": advanced}
     if engine.kv_gib is None and engine.kv_tokens is None:
         changes["kv_gib"] = KV_SHARE * psutil.virtual_memory().available / replicas / 2**30
     return msgspec.structs.replace(engine, **changes)

@@ -1,14 +1,14 @@
 """The service's attention in a trainer's forward.
 
-transformers computes attention in one way for a full forward and in another for a cached one; in bf16 the two differ by some
-0.04 in log-prob. The service does one arithmetic for each query and chunk of keys, and here a trainer does the same:
+transformers computes attention differently in a full forward and in a cached one; in bf16 the log-probs differ by about 0.04.
+The service uses one arithmetic for each query and chunk of keys, and this module gives a trainer the same:
 
     q, k, v ──► service's kernel, real tokens only ──► out       forward: the service's numbers
-        └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient, in fp32 where this CPU
+        └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient, in fp32 if this CPU
                                                                  is slow in bf16
 
-For any transformers model that the service runs, on the CPU or on CUDA, with the same block_size. `rollout.exact.layout` lists
-what a batch may hold: padded rows, packed ones, trees.
+It works for every transformers model that the service runs, on the CPU and on CUDA, with the same block_size. A batch may have
+padded rows, packed rows or trees (`rollout.exact.layout`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, float, int], torch.Tensor]
-"""how a backend attends: `engine.devices.Backend.attend`"""
+"""signature of `engine.devices.Backend.attend`"""
 
 ROWS = "exact_rows"
-"""keyword argument of the model that brings `BatchLayout` to each layer's attention"""
+"""keyword argument that passes the `BatchLayout` to each layer's attention"""
 
 
 def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str | None = None) -> str:
-    """Register the attention and return its name, to be given as `attn_implementation`. It takes one sequence to a row, as
-    position_ids by themselves do not reach it; `use_exact_attention` takes packed ones as well.
+    """Register the attention and return its name for `attn_implementation`. Each row must be one sequence, since transformers
+    does not pass position_ids to an attention; `use_exact_attention` also accepts packed rows.
 
-    block_size: the service's. threads: None = torch's. isa: None = the best that this CPU has, "torch" = the reference in
-    torch, which a service without kernels has. The rows of a batch may be padded on either side; position_ids must
-    count from a row's first real token then, as they must for every attention. Raises NativeUnavailable where the kernel cannot
-    be built; the model raises ValueError if it is asked to continue from a cache."""
+    block_size: the service's. threads: None = torch's. isa: None = the best of this CPU, "torch" = the reference in torch,
+    which a service without kernels uses. Rows may be padded on either side; position_ids then count from a row's first real
+    token, as for every attention. Raises NativeUnavailable if the kernel cannot be built. The model raises ValueError if called
+    with a cache."""
     backend = ReferenceAttention() if isa == "torch" else NativeAttention(threads, isa)
     return register(f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}", backend.attend, block_size)
 
 
 def register(name: str, attend: Attend, block_size: int) -> str:
-    """Register a backend's `attend` as the attention of trainers' models, and return the name."""
+    """Register a backend's `attend` as an attention of transformers, and return the name."""
 
     def rows(
         batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: Any
@@ -80,14 +80,14 @@ def register(name: str, attend: Attend, block_size: int) -> str:
 def use_exact_attention(
     model: Any, block_size: int = 32, threads: int | None = None, isa: str | None = None
 ) -> Callable[[], None]:
-    """Let `model` attend as the service does. It takes whole sequences (use_cache=False) with
+    """Install the service's attention in `model`. The model then accepts whole sequences (use_cache=False) with
 
         attention_mask   none, [B, L] or [B, 1, L, L] (`rollout.exact.layout`)
-        position_ids     none: each sequence is counted from its first token, however the batch is padded; or [B, L], and
-                         where they begin again at 0 another sequence begins
+        position_ids     none: positions count from each sequence's first token, with any padding; or [B, L]: a new sequence
+                         begins wherever they restart at 0
 
-    On a GPU by the service's Triton kernels; threads and isa are of the CPU's. Returns a function that undoes it. Raises
-    NativeUnavailable where the kernel cannot be built, TritonUnavailable without Triton, ValueError for another device."""
+    On a GPU it uses the service's Triton kernels; threads and isa apply to the CPU. Returns a function that restores the model.
+    Raises NativeUnavailable if the kernel cannot be built, TritonUnavailable without Triton, ValueError for another device."""
     before = model.config._attn_implementation
     if model.device.type == "cpu":
         name = trainer_attention(block_size, threads, isa)
@@ -99,7 +99,8 @@ def use_exact_attention(
 
 
 def _attending(model: Any, name: str, block_size: int, before: str) -> Callable[[], None]:
-    """Let `model` attend by `name`, and know the rows of its batches. Returns what undoes it."""
+    """Set the attention `name`, with a hook that passes it the layout of each batch. Returns a function that restores the
+    model."""
     model.set_attn_implementation(name)
 
     def find(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,7 +133,8 @@ class _Attention(torch.autograd.Function):
         scaling: float,
         window: int,
     ) -> torch.Tensor:
-        """Attend: query [B, q_heads, L, D], key and value [B, kv_heads, L, D] → [B, L, q_heads, D], zero for padding."""
+        """Compute attention: query [B, q_heads, L, D], key and value [B, kv_heads, L, D] → [B, L, q_heads, D], zero for
+        padding."""
         ctx.save_for_backward(query, key, value)
         ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
         b, q_heads, length, dim = query.shape
@@ -147,7 +149,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # read once: checkpointing computes them again at each reading
+        saved = ctx.saved_tensors  # read once: with checkpointing, each access recomputes them
         dtype = saved[0].dtype
         wide = grad.device.type == "cpu" and dtype == torch.bfloat16 and not fast_in_bf16()
         among = torch.float32 if wide else dtype

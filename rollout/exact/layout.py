@@ -1,11 +1,11 @@
-"""Which tokens of a trainer's batch see which: sequences one to a row and padded, packed behind each other, or a tree of them.
+"""Layout of a trainer's batch for the attention kernel: one padded sequence per row, packed sequences, or a tree of them.
 
-The kernel reads keys and values through block tables, as it does in the service. So every sequence, from the root to a leaf of
-the tree, becomes one row of a table, and blocks that sequences have in common are there once:
+The kernel reads keys and values through block tables, as in the service. Every sequence, from the root to a leaf of the tree,
+becomes one row of a table. Sequences share blocks:
 
     the batch     p p p p p p a a b b b         prompt p, completions a and b that do not see each other
     blocks of 4   │p p p p│p p a a│             sequence p…a
-                  │   ″   │p p b b│b│           sequence p…b: the first block is that of p…a, the p p beside b are copied
+                  │   ″   │p p b b│b│           sequence p…b shares the first block of p…a; the p p before b are copied
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 
 class BatchLayout:
-    """The real tokens of one batch [B, L] as the attention kernel takes them, the same for all layers."""
+    """Index arrays of one batch [B, L] for the attention kernel, without padding; the same for all layers."""
 
     def __init__(self, paths: list[np.ndarray], shape: tuple[int, int], block_size: int, seen: torch.Tensor | None) -> None:
-        """paths: for each sequence its tokens' places in the flattened batch, in order. seen: [B, L, L] bool where sequences
-        share tokens, None where they do not."""
+        """paths: for each sequence, the indices of its tokens in the flattened batch, in order. seen: [B, L, L] bool if
+        sequences share tokens, else None."""
         self.block_size, self.shape = block_size, shape
         self._paths, self._seen = paths, seen
         tokens, slots, tables, starts = [], [], [], [0]
@@ -43,22 +43,22 @@ class BatchLayout:
             starts.append(starts[-1] + len(at))
         self.blocks = blocks
         self.context = np.array([len(path) for path in paths], np.int32)
-        """[R] tokens of a sequence"""
+        """[R] length of each sequence"""
         self.starts = np.array(starts, np.int32)
-        """[R + 1] tokens that are computed for row r: starts[r] … starts[r + 1] - 1"""
+        """[R + 1] row r computes tokens starts[r] to starts[r + 1] - 1"""
         self.table = np.zeros((len(paths), max(map(len, tables))), np.int32)
-        """[R, M] blocks of a sequence"""
+        """[R, M] blocks of each sequence"""
         for row, table in zip(self.table, tables, strict=True):
             row[: len(table)] = table
         self.slots = np.concatenate(slots)
         """[T] int64: block · block_size + offset"""
         self.tokens = torch.from_numpy(np.concatenate(tokens))
-        """[T] int64: places in the flattened batch; one that comes twice gets the same output twice"""
+        """[T] int64: indices in the flattened batch; a duplicate gets the same output twice"""
         self._there: dict[torch.device, DeviceLayout] = {}
 
     @cached_property
     def batch(self) -> Any:
-        """Make what an attention backend reads of a step (`engine.forward.batch.Batch`)."""
+        """Return the fields of `engine.forward.batch.Batch` that an attention backend reads."""
         return SimpleNamespace(
             num_tokens=len(self.tokens),
             slots=torch.from_numpy(self.slots),
@@ -70,14 +70,14 @@ class BatchLayout:
         )
 
     def on(self, device: torch.device) -> DeviceLayout:
-        """Return what the model's forward and backward read of this, on its device; copied there once."""
+        """Return the tensors for forward and backward on a device. They are copied once."""
         if device not in self._there:
             self._there[device] = DeviceLayout(self, device)
         return self._there[device]
 
     @cached_property
     def depth(self) -> torch.Tensor:
-        """Return [B, L] int64: how many tokens stand before a token in its sequence; 0 for padding."""
+        """Return [B, L] int64: the position of each token in its sequence; 0 for padding."""
         depth = np.zeros(self.shape[0] * self.shape[1], np.int64)
         for path in self._paths:
             depth[path] = np.arange(len(path))
@@ -85,7 +85,8 @@ class BatchLayout:
 
     @cached_property
     def seen(self) -> torch.Tensor:
-        """Return [B, L, L] bool: [b, i, j] token i sees token j. Padding sees itself, or its softmax would be NaN."""
+        """Return [B, L, L] bool: [b, i, j] token i attends to token j. Padding attends to itself, to avoid NaN in its
+        softmax."""
         seen = self._seen
         if seen is None:
             owner = np.full(self.shape[0] * self.shape[1], -1, np.int64)
@@ -112,11 +113,11 @@ class DeviceLayout:
 def rows_of(
     shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, block_size: int
 ) -> BatchLayout:
-    """Find the rows of a batch [B, L].
+    """Compute the layout of a batch [B, L].
 
-    mask: None; [B, L], 0 for padding; or [B or 1, 1, L, L], bool or added to the scores, in which a token sees itself and what
-    the token before it in its sequence sees. position_ids: [B or 1, L] or None; where they do not go up by one a new sequence
-    begins. Raises ValueError for other masks, and for positions that do not count from 0 in each sequence."""
+    mask: None; [B, L], 0 for padding; or [B or 1, 1, L, L], bool or additive, in which a token attends to itself and to the
+    tokens that its predecessor attends to. position_ids: [B or 1, L] or None; a new sequence begins where they do not increase
+    by one. Raises ValueError for other masks, and for positions that do not count from 0 in each sequence."""
     position_ids = None if position_ids is None else position_ids.cpu()
     if mask is not None and mask.ndim == 4:
         rows = _tree(shape, mask.cpu(), block_size)
@@ -128,14 +129,14 @@ def rows_of(
     if position_ids is not None:
         given = position_ids.expand(shape).flatten()[rows.tokens]
         if not torch.equal(given, rows.depth.flatten()[rows.tokens]):
-            raise ValueError("position_ids do not count each sequence from 0: leave them out, and they are counted")
+            raise ValueError("position_ids do not count each sequence from 0: leave them out, and the model counts them")
     return rows
 
 
 def _chains(real: np.ndarray, position_ids: torch.Tensor | None) -> list[np.ndarray]:
     at = np.flatnonzero(real)
     if not len(at):
-        raise ValueError("a batch of padding alone: need one token that attention_mask does not hide")
+        raise ValueError("the batch has only padding: attention_mask must be 1 for at least one token")
     first = np.diff(at // real.shape[1], prepend=-1) != 0
     if position_ids is not None:
         position = position_ids.expand(real.shape).numpy().ravel()[at]
@@ -154,8 +155,8 @@ def _tree(shape: tuple[int, int], mask: torch.Tensor, block_size: int) -> BatchL
             path = np.flatnonzero(sees[leaf])
             inside = sees[np.ix_(path, path)]
             if not np.array_equal(inside, np.tri(len(path), dtype=bool)) or sees[path].sum() != inside.sum():
-                raise ValueError("attention_mask: a token must see itself and just what the token before it sees")
+                raise ValueError("attention_mask: a token must see itself and exactly the tokens that its predecessor sees")
             paths.append(path + row * shape[1])
     if not paths or len(np.unique(np.concatenate(paths))) != int(seen.any(-1).sum()):
-        raise ValueError("attention_mask: there are tokens that are in no sequence")
+        raise ValueError("attention_mask: some tokens belong to no sequence")
     return BatchLayout(paths, shape, block_size, seen[:, 0])

@@ -1,4 +1,4 @@
-"""A trainer's model with the service's numbers, and the log-probs of its tokens."""
+"""`use_exact` for a trainer's model, and log-probs of tokens with the service's bits."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from rollout.exact.attention import use_exact_attention
 
 @dataclass(frozen=True)
 class Exact:
-    """What `use_exact` did."""
+    """Result of `use_exact`."""
 
     arithmetic: str
     """name of the products"""
     remove: Callable[[], None]
-    """gives the model its own attention and torch's products again"""
+    """restores the model's own attention and torch's products"""
 
 
 def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, threads: int | None = None) -> Exact:
-    """Give the forward of `model` the service's bits: our attention, our products in every nn.Linear (bf16 or fp32, with bias,
-    lm_head and tied ones, the inner layers of LoRA included), and element-wise functions in whole vectors. Parameters stay
-    where they are, names and state_dict too, and the backward is torch's own. On CUDA the norms are ours as well, and the
-    service needs `exact = true`.
+    """Make the forward of `model` compute the service's bits: its attention, its products in every nn.Linear (bf16 or fp32,
+    with or without bias, lm_head and LoRA layers included), and element-wise functions on whole vectors. Parameters, names and
+    state_dict stay as they are. The backward is torch's. On CUDA the norms are replaced too, and the service needs `exact =
+    true`.
 
     model: a transformers model on the CPU or on CUDA, in eval mode or without dropout. arithmetic: `client.info.arithmetic`;
-    None = the best that this machine has, which is what a service on the same machine takes. block_size: the service's.
-    threads: of the attention on the CPU, None = torch's; products take torch's.
+    None = the best of this machine, which a service on the same machine also uses. block_size: the service's. threads: for
+    attention on the CPU, None = torch's; products use torch's threads.
 
-    Batches may be padded or packed (`use_exact_attention` says how): a token's bits depend on its own sequence alone.
+    Batches may be padded or packed, as for `use_exact_attention`. The bits of a token depend only on its own sequence.
 
     Raises ValueError where this machine does not have that arithmetic, for a service that keeps KV in fp8, which no trainer's
     forward does, or whose numbers depend on the batch (`/batch`), for another device, and for products that are no plain

@@ -1,7 +1,7 @@
-"""The service's numbers for trainers on CUDA: its attention kernels over whole sequences, its products, norms and log-probs.
+"""The service's arithmetic for trainers on CUDA: attention over whole sequences, products, norms and log-probs.
 
-A service with `exact = true` computes what `engine.cuda.exact`, `engine.cuda.attention` and `engine.cuda.sampling` say; here a
-trainer's module is given the same three, so that on the same weights both have the same log-probs. Backward is torch's.
+A service with `exact = true` computes with `engine.cuda.exact`, `engine.cuda.attention` and `engine.cuda.sampling`. This module
+installs the same in a trainer's model, so that the log-probs are equal. The backward is torch's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
 
 
 class DeviceAttention:
-    """`engine.devices.Backend` on a GPU for batches of any size: takes the arrays that the largest one has needed. A batch is
-    prepared once for all its layers. programs: that run at once; None = enough for the device."""
+    """`engine.devices.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so far. A batch is
+    prepared once for all layers. programs: concurrent programs of the kernel; None = chosen for the device."""
 
     def __init__(self, device: torch.device, programs: int | None = None) -> None:
         self._device = device
         self._programs = programs
         self._inner: TritonAttention | None = None
         self._prepared: Any = None
-        """the batch whose arrays lie there"""
+        """the batch that the arrays describe"""
 
     def attend(
         self,
@@ -66,20 +66,20 @@ def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
 
 
 def use_products(module: torch.nn.Module) -> Callable[[], None]:
-    """Give a module on CUDA the products and norms of a service with `exact = true`. Returns what undoes it. Raises NotExact (a
-    ValueError), and nothing is changed then."""
+    """Install the products and norms of a service with `exact = true` in a module on CUDA. Returns a function that restores it.
+    Raises NotExact (a ValueError) and changes nothing then."""
     make_exact(module)
     return lambda: make_plain(module)
 
 
 def has_kernels() -> bool:
-    """Whether Triton is there."""
+    """Whether Triton is available."""
     return draw_kernel() is not None
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the log-probs of tokens [...] under logits [..., V]: float32, by the kernel that draws for the service; its
-    gradient is that of log-softmax."""
+    """Return the log-probs of tokens [...] under logits [..., V] in float32, by the service's sampling kernel, with the
+    gradient of log-softmax."""
     scored: Any = _Scored.apply
     made: torch.Tensor = scored(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), temperature)
     return made.view(tokens.shape)

@@ -188,7 +188,7 @@ class FleetGroups:
             if sample.finish_reason != "error":
                 part.replica.failing.clear()
             one.finished += sample.finish_reason in ("stop", "length")
-            if part.handle.keeps:
+            if part.handle.may_pin_kv:
                 self._homes.add(one.group.id, sample.index, part.replica, part.handle)
             self._left(part, sample.index)
             for rival in rivals:

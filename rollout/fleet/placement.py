@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import xxhash
 
-from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk
+from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.client.handle import Handle
-from rollout.client.partials import beyond
 from rollout.fleet.replica import Replica
-from transport.partial import COLUMNS
 
 LEAST_DEADLINE_S = 1e-3
 
@@ -83,14 +80,15 @@ class OpenGroup:
 
     def unfinished(self, index: int, reason: FinishReason, error: str | None = None) -> Sample:
         """Make the sample of a child that ends here, with what is known of it."""
-        child = nothing(index) if self.group.score else self.partials.get(index) or nothing(index)
+        child = None if self.group.score else self.partials.get(index)
         return Sample(
             group_id=self.group.id,
+            index=index,
             finish_reason=reason,
             error=error,
             prompt_tokens=len(self.group.prompt),
             seed=self.group.sampling.seed or 0,
-            **{name: getattr(child, name) for name in child.__struct_fields__},
+            **(no_tokens() if child is None else child).columns(),
         )
 
     def rivals(self, part: PlacedChildren, index: int) -> list[PlacedChildren]:
@@ -117,11 +115,6 @@ def seeded(group: Group, text: str) -> Group:
     return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, seed=seed))
 
 
-def nothing(index: int) -> PartialSample:
-    """Return a child that has no tokens."""
-    return PartialSample(index=index, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), weight_versions=[])
-
-
 def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
     """Return new tokens of children that run, as `Engine.chunks` does: of those that replicas have streamed. Of a child that
     runs twice, what the one has that is ahead."""
@@ -133,19 +126,8 @@ def new_tokens(one: OpenGroup, since: Mapping[int, int], least: int, most: int) 
     chunks = []
     for index in sorted(new, key=lambda index: (-new[index], index)):
         if new[index] >= max(1, least) and most > 0:
-            chunks.append(chunk_of(known[index], since.get(index, 0), most, one.group.sampling.seed or 0))
-            most -= len(chunks[-1].token_ids)
+            first = since.get(index, 0)
+            tokens = known[index].slice(first, first + most)
+            chunks.append(TokenChunk(index=index, first=first, seed=one.group.sampling.seed or 0, **tokens.columns()))
+            most -= len(tokens.token_ids)
     return chunks
-
-
-def chunk_of(child: PartialSample, first: int, most: int, seed: int) -> TokenChunk:
-    """Cut `most` tokens, from `first` on, out of what a child has."""
-    end = first + most
-    short = msgspec.structs.replace(
-        child,
-        weight_versions=[(start, version) for start, version in child.weight_versions if start < end],
-        **{name: None if (column := getattr(child, name)) is None else column[:end] for name in COLUMNS},
-    )
-    chunk = beyond(TokenChunk(**msgspec.structs.asdict(short), first=0, seed=seed), first)
-    assert chunk is not None
-    return chunk

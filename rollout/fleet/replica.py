@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from engine.types import Limits
+from rollout.client.connection import LinkTiming
 from rollout.client.link import Link
-from rollout.client.timeouts import Timeouts
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.told import ProgressWatch, Told, told
 from rollout.logs import logger
@@ -112,10 +112,10 @@ class Replica:
             self.why = f"the front cannot connect to it, and tries again: {error}"
             return
         self._wanted = None
-        patience = Timeouts(NEVER_S, STALL_S, NEVER_S, resubmit=False)
+        timing = LinkTiming(link_s=NEVER_S, stall_s=STALL_S, restart_s=NEVER_S)
         who = secrets.token_hex(16), f"front of {self.name}"
         # alone: what the replica still does for a front that is dead ends, its open refresh included
-        self.link = Link(self._end, *who, patience, more=(GATHERS,), alone=True)
+        self.link = Link(self._end, *who, timing, capabilities=(GATHERS,), alone=True)
         self._answer(self.link.first_welcome, then)
 
     def ask(self, make: Callable[[int], Any], then: Callable[[Future[Any]], None] = lambda answer: None) -> None:

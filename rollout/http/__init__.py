@@ -1,7 +1,9 @@
-"""Other people's dialects of HTTP on this service: a process that is nothing but a `RolloutClient` and a tokenizer.
+"""HTTP gateway: the APIs of vLLM, OpenAI and SGLang in front of a running service.
 
-    trainer, agent --HTTP--> frame: token, sizes, errors -> a dialect's route -> sampling.py -> Upstream --ZeroMQ--> service
+    HTTP client --> server.py (uvicorn) --> access.py --> vllm.py, chat.py, sglang.py, control.py (Starlette routes)
+                                                            └-> generation.py, upstream.py --ZeroMQ--> service
 
-It keeps no samples and no weights: when it ends, the service aborts its groups and goes on with everybody else's. starlette and
-uvicorn come with `pip install -e '.[http]'` and are imported by the command `rollout http` alone.
+The gateway is a process of its own with a `RolloutClient` and a tokenizer. It stores no samples and no weights: when it exits,
+the service aborts its groups, and groups of other clients continue. starlette and uvicorn come with `pip install -e '.[http]'`;
+only the command `rollout http` imports them.
 """

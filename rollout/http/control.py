@@ -1,31 +1,30 @@
-"""vLLM's control plane: pause, weights from a folder, sleep; what others ask for and is not here says what to use.
+"""vLLM's routes for status and control: pause, weights from a folder, sleep. Unsupported routes name an alternative.
 
-Weights travel as a folder of safetensors that the service sees (prime-rl). They are staged beside the live ones and exchanged
-between two steps, so a pause around them is allowed and not needed.
+Weights come as a folder of safetensors that the service can read (prime-rl). The service stages them next to the live ones and
+swaps them between two steps, so a pause during an update is allowed but not needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.routing import Route
 
-from engine.types import KVPolicy, Refreshed, Tag
-from rollout.http.answers import json
-from rollout.http.app import BodyReader, Handler, Route, flag, only_parameters
+from engine.types import KVPolicy, Tag
+from rollout.http.endpoints import Endpoints, Handler, flag, only_parameters
 from rollout.http.errors import bad, not_served
+from rollout.http.generation import GenerationService
 from rollout.http.upstream import Upstream
 
 TAGS: dict[str, Tag | None] = {"weights": "weights", "kv_cache": "kv", "kv": "kv", "cuda_graph": None}
-"""parts that sleep and wake on their own; graphs come with the rest"""
+"""parts that wake one by one; CUDA graphs wake with the weights"""
 STEP = re.compile(r"step_(\d{1,18})$")
 FILES = 'write the weights as a folder of safetensors and POST /update_weights {"weight_dir": …}, or use rollout.client.refresh'
-ELSEWHERE = {
+UNSUPPORTED = {
     "/init_weight_transfer_engine": FILES,
     "/start_weight_update": FILES,
     "/finish_weight_update": FILES,
@@ -38,7 +37,7 @@ ELSEWHERE = {
     "/pooling": "this service samples text only",
     "/v1/responses": "POST /v1/chat/completions",
 }
-"""paths that clients of this dialect know, and what to use instead"""
+"""routes of vLLM, and the alternative"""
 
 
 class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,7 +45,7 @@ class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
 
     weight_dir: str | None = None
     update_info: Any = None
-    """of a transfer over NCCL, which is not here"""
+    """of a transfer over NCCL, which is not supported"""
 
 
 class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,71 +63,72 @@ class ResetPrefixCache(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ControlRoutes:
-    """The routes, over one `Upstream`."""
+    """The routes, over one `GenerationService`."""
 
-    def __init__(self, upstream: Upstream, bodies: BodyReader) -> None:
-        self.upstream, self.bodies = upstream, bodies
-        self._update = msgspec.json.Decoder(UpdateWeights)
-        self._abort = msgspec.json.Decoder(AbortRequests)
-        self._reset = msgspec.json.Decoder(ResetPrefixCache)
+    def __init__(self, generation: GenerationService) -> None:
+        self._generation, self._upstream = generation, generation.upstream
 
-    def looks(self) -> list[Route]:
-        """Routes that change nothing."""
+    def public(self, endpoints: Endpoints) -> list[Route]:
+        """Make the routes that change nothing, those shared with SGLang included."""
+        get = endpoints.get
         return [
-            Route("GET", "/health", self.health),
-            Route("GET", "/liveness", self.liveness),
-            Route("GET", "/is_paused", self.is_paused),
-            Route("GET", "/is_sleeping", self.is_sleeping),
-            Route("GET", "/get_world_size", self.world_size),
-            Route("GET", "/weight_info", self.weight_info),
-            Route("GET", "/version", self.version),
-            Route("GET", "/server_info", self.server_info),
-            Route("GET", "/get_server_info", self.server_info),
+            get("/health", self.health),
+            get("/health_generate", self.health),
+            get("/liveness", self.liveness),
+            get("/is_paused", self.is_paused),
+            get("/is_sleeping", self.is_sleeping),
+            get("/get_world_size", self.world_size),
+            get("/weight_info", self.weight_info),
+            get("/get_weight_version", self.weight_info),
+            get("/version", self.version),
+            get("/server_info", self.server_info),
+            get("/get_server_info", self.server_info),
         ]
 
-    def routes(self) -> list[Route]:
-        """Routes of administrators."""
+    def admin(self, endpoints: Endpoints) -> list[Route]:
+        """Make the routes that control the service."""
+        post = endpoints.post
         return [
-            Route("POST", "/pause", self.pause),
-            Route("POST", "/resume", self.resume),
-            Route("POST", "/update_weights", self.update_weights),
-            Route("POST", "/abort_requests", self.abort_requests),
-            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache),
-            Route("POST", "/sleep", self.sleep),
-            Route("POST", "/wake_up", self.wake_up),
-            *(Route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
+            post("/pause", self.pause),
+            post("/resume", self.resume),
+            post("/update_weights", self.update_weights, UpdateWeights),
+            post("/abort_requests", self.abort_requests, AbortRequests),
+            post("/reset_prefix_cache", self.reset_prefix_cache, ResetPrefixCache),
+            post("/sleep", self.sleep),
+            post("/wake_up", self.wake_up),
+            *(post(path, refusing(path, instead)) for path, instead in UNSUPPORTED.items()),
         ]
 
-    async def health(self, request: Request) -> Response:
-        await self.upstream.status()
-        return json({"status": "ok"})
+    async def health(self, request: Request) -> dict[str, Any]:
+        await self._upstream.status()
+        return {"status": "ok"}
 
-    async def liveness(self, request: Request) -> Response:
-        return json({"status": "ok"})
+    async def liveness(self, request: Request) -> dict[str, Any]:
+        return {"status": "ok"}
 
-    async def is_paused(self, request: Request) -> Response:
-        state = (await self.upstream.status()).get("state", "running")
-        return json({"is_paused": state in ("paused", "draining")})
+    async def is_paused(self, request: Request) -> dict[str, Any]:
+        state = (await self._upstream.status()).get("state", "running")
+        return {"is_paused": state in ("paused", "draining")}
 
-    async def is_sleeping(self, request: Request) -> Response:
-        return json({"is_sleeping": (await self.upstream.status()).get("state") == "asleep"})
+    async def is_sleeping(self, request: Request) -> dict[str, Any]:
+        return {"is_sleeping": (await self._upstream.status()).get("state") == "asleep"}
 
-    async def world_size(self, request: Request) -> Response:
-        return json({"world_size": 1})
+    async def world_size(self, request: Request) -> dict[str, Any]:
+        return {"world_size": 1}
 
-    async def weight_info(self, request: Request) -> Response:
-        await self.upstream.status()
-        return json({"weight_version": str(self.upstream.version)})
+    async def weight_info(self, request: Request) -> dict[str, Any]:
+        await self._upstream.status()
+        return {"weight_version": str(self._upstream.version)}
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request) -> dict[str, Any]:
         from rollout import __version__
 
-        return json({"version": f"rollout {__version__}"})
+        return {"version": f"rollout {__version__}"}
 
-    async def server_info(self, request: Request) -> Response:
-        """Say what vLLM (`vllm_config`) and SGLang (all else) do of a server. To whoever asks this is one engine, whatever lies
-        behind it."""
-        status, info = await self.upstream.status(), self.upstream.info
+    async def server_info(self, request: Request) -> dict[str, Any]:
+        """Return the fields of vLLM (`vllm_config`) and of SGLang (all others). Reports a single engine, regardless of the
+        number of replicas."""
+        status, info = await self._upstream.status(), self._upstream.info
         model = {
             "model": info.model,
             "dtype": f"torch.{status.get('dtype', 'float32')}",
@@ -143,109 +143,83 @@ class ControlRoutes:
         }
         sizes = {"tp_size": 1, "pp_size": 1, "ep_size": 1, "dp_size": 1, "num_gpus": 1, "nnodes": 1}
         modes = {"disaggregation_mode": "null", "enable_memory_saver": False}
-        more = {"model_path": info.model, "context_length": info.context, "weight_version": str(self.upstream.version)}
-        return json({"vllm_config": config, **sizes, **modes, **more, "arithmetic": info.arithmetic, "limits": info.limits})
+        more = {"model_path": info.model, "context_length": info.context, "weight_version": str(self._upstream.version)}
+        return {"vllm_config": config, **sizes, **modes, **more, "arithmetic": info.arithmetic, "limits": info.limits}
 
-    async def pause(self, request: Request) -> Response:
-        """mode=keep: what runs stops and goes on later. wait: it runs to its end first. abort: it ends with what it has.
-        clear_cache: whether the next refresh has KV computed again."""
+    async def pause(self, request: Request) -> dict[str, Any]:
+        """Pause. mode: keep = running requests stop and continue later; wait = they finish first; abort = they end with their
+        tokens so far. clear_cache: the next update recomputes KV."""
         only_parameters(request, "mode", "clear_cache", "wait_for_inflight_requests")
         mode = request.query_params.get("mode", "wait" if flag(request, "wait_for_inflight_requests", False) else "abort")
         if mode not in ("keep", "wait", "abort"):
             raise bad(f"mode={mode!r}: must be keep, wait or abort", "mode")
         kv: KVPolicy = "recompute" if flag(request, "clear_cache", True) else "keep"
-        client = self.upstream.client
-        await self.upstream.control(client.drain if mode == "wait" else client.pause)
+        client = self._upstream.client
+        await self._upstream.control(client.drain if mode == "wait" else client.pause)
         if mode == "abort":
-            await self.upstream.control(client.abort_all)
-        self.upstream.kv = kv
-        return json({"status": "paused", "mode": mode})
+            await self._upstream.control(client.abort_all)
+        self._upstream.kv_policy = kv
+        return {"status": "paused", "mode": mode}
 
-    async def resume(self, request: Request) -> Response:
+    async def resume(self, request: Request) -> dict[str, Any]:
         only_parameters(request)
-        await self.upstream.control(self.upstream.client.resume)
-        return json({"status": "resumed"})
+        await self._upstream.control(self._upstream.client.resume)
+        return {"status": "resumed"}
 
-    async def update_weights(self, request: Request) -> Response:
-        asked = await self.bodies.decode(request, self._update)
-        if asked.weight_dir is None:
-            raise not_served("an update without weight_dir", FILES, "update_info" if asked.update_info else "weight_dir")
-        kv = self.upstream.kv  # as it is now: a pause that comes later is for later weights
-        version = await load_folder(self.upstream, asked.weight_dir, step_of(asked.weight_dir), kv, "weight_dir")
-        return json({"status": "ok", "weight_version": str(version)})
+    async def update_weights(self, request: Request, body: UpdateWeights) -> dict[str, Any]:
+        if body.weight_dir is None:
+            raise not_served("an update without weight_dir", FILES, "update_info" if body.update_info else "weight_dir")
+        kv = self._upstream.kv_policy  # read now: a later pause sets the policy of later updates
+        version = await load_folder(self._upstream, body.weight_dir, step_of(body.weight_dir), kv, "weight_dir")
+        return {"status": "ok", "weight_version": str(version)}
 
-    async def abort_requests(self, request: Request) -> Response:
-        asked = await self.bodies.decode(request, self._abort)
-        ids = asked.request_ids
-        aborted = self.upstream.abort_own() if ids is None else self.upstream.abort(ids)
-        return json({"status": "aborted", "aborted": aborted})
+    async def abort_requests(self, request: Request, body: AbortRequests) -> dict[str, Any]:
+        return {"status": "aborted", "aborted": self._generation.abort(body.request_ids)}
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        """Do nothing: KV knows which weights made it, and none of others is used without being asked for."""
-        asked = await self.bodies.decode(request, self._reset)
-        if asked.reset_running_requests:
+    async def reset_prefix_cache(self, request: Request, body: ResetPrefixCache) -> dict[str, Any]:
+        """Do nothing: KV blocks record their weight version, and those of other versions are not used unless requested."""
+        if body.reset_running_requests:
             raise not_served("reset_running_requests", "POST /pause?mode=abort", "reset_running_requests")
-        return json({"success": True})
+        return {"success": True}
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, request: Request) -> dict[str, Any]:
         only_parameters(request, "level", "mode", "tags")
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):
             raise bad(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)", "level")
         if request.query_params.get("tags"):
-            raise not_served("tags", "leave it out: weights and KV go together, and may come back apart", "tags")
-        freed = await self.upstream.control(lambda: self.upstream.client.sleep(int(level)))
-        return json({"status": "sleeping", "freed_bytes": freed})
+            raise not_served("tags", "leave it out: weights and KV sleep together, and may be woken one by one", "tags")
+        freed = await self._upstream.control(lambda: self._upstream.client.sleep(int(level)))
+        return {"status": "sleeping", "freed_bytes": freed}
 
-    async def wake_up(self, request: Request) -> Response:
+    async def wake_up(self, request: Request) -> dict[str, Any]:
         only_parameters(request, "tags")
-        await wake(self.upstream, request.query_params.getlist("tags") or None)
-        return json({"status": "awake"})
+        await wake(self._upstream, request.query_params.getlist("tags") or None)
+        return {"status": "awake"}
 
 
 def step_of(folder: str) -> int | None:
-    """Return the number of a folder called step_N, as prime-rl's are; None for others."""
+    """Return the number of a folder named step_N, as prime-rl's are; None for any other."""
     found = STEP.search(PurePath(folder).name)
     return int(found[1]) if found else None
 
 
 async def load_folder(upstream: Upstream, folder: str, version: int | None, kv: KVPolicy, param: str) -> int:
-    """Refresh the service's weights from a folder that both see.
+    """Update all weights from a folder; an adapter is no longer loaded then. Returns the live version. Raises Busy, and as
+    `Upstream.refresh`, which has the arguments.
 
     Args:
-        version: taken if it is above the live one, else the next.
-        kv: what becomes of the KV of other weights.
-        param: the field that names the folder.
-
-    Returns the version that is live. Raises HttpError, and the typed errors of `RolloutClient.refresh`."""
-    client = upstream.client
+        kv: what happens to KV of other weights."""
     with upstream.changing_weights():
-        wanted = await version_above(upstream, version)
-        refreshed = await from_folder(upstream, folder, lambda: client.refresh(folder, version=wanted, kv=kv), param)
-        upstream.adapter = None  # these are whole weights
-    return refreshed.version
-
-
-async def from_folder(upstream: Upstream, folder: str, refresh: Callable[[], Refreshed], param: str) -> Refreshed:
-    """Run a refresh from a folder. Raises HttpError for a path that is none, and what the refresh does."""
-    if not folder or "\0" in folder:
-        raise bad(f"{param} is empty, or no path", param)
-    try:
-        refreshed = await upstream.control(refresh)
-    except OSError as error:
-        raise bad(f"{param}: {error.strerror or error}", param) from None
-    upstream.saw(refreshed.version)
-    return refreshed
-
-
-async def version_above(upstream: Upstream, version: int | None) -> int | None:
-    """Return the version for the next weights: the one that was asked for, if it is above the live one, else None, the next."""
-    live = int((await upstream.status())["version"])
-    return version if version is not None and version > live else None
+        live = await upstream.refresh(
+            lambda wanted: upstream.client.refresh(folder, version=wanted, kv=kv), folder, version, param
+        )
+        upstream.adapter = None
+    return live
 
 
 async def wake(upstream: Upstream, tags: list[str] | None) -> None:
-    """Wake all, or the parts that the dialects call weights and kv_cache. Raises HttpError, InvalidRequest."""
+    """Wake all parts, or those in `tags`. Raises HttpError, InvalidRequest."""
     unknown = sorted(set(tags or ()) - TAGS.keys())
     if unknown:
         raise bad(f"tags: {unknown[0][:100]!r} must be one of {', '.join(TAGS)}", "tags")
@@ -255,9 +229,9 @@ async def wake(upstream: Upstream, tags: list[str] | None) -> None:
 
 
 def refusing(path: str, instead: str) -> Handler:
-    """Make the handler of a path that is not served."""
+    """Make the handler of an unsupported route."""
 
-    async def refuse(request: Request) -> Response:
+    async def refuse(request: Request) -> Any:
         raise not_served(path, instead)
 
     return refuse

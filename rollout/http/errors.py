@@ -1,7 +1,7 @@
-"""Errors as these dialects write them, made in one place.
+"""Errors of all HTTP APIs.
 
 A body has the fields of vLLM and OpenAI (`error.message`, `error.type`, `error.param`, `error.code`) and those of SGLang
-(`object`, `message`, `success`), so each client finds its own.
+(`object`, `message`, `success`), so clients of each find theirs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rollout.logs import logger
@@ -43,15 +45,15 @@ STATUS: dict[type[RolloutError], int] = {
     GroupFailed: 500,
 }
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""what decoding raises; the last one for what is nested too deeply"""
+"""raised by a JSON decoder; RecursionError: nested too deeply"""
 TYPES = {401: "authentication_error", 404: "not_found_error", 501: "not_implemented_error"}
 MAX_MESSAGE = 2000
-"""characters of an error that are told"""
+"""characters"""
 RETRY_AFTER = {503: "1"}
 
 
 class HttpError(Exception):
-    """A request is not served. `param`: the field it is about."""
+    """A request is refused. param: name of the invalid field."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -59,13 +61,13 @@ class HttpError(Exception):
 
 
 def bad(message: str, param: str | None = None) -> HttpError:
-    """Make the error of a field that cannot be served as it stands."""
+    """Make the error of an invalid field."""
     return HttpError(400, message, param)
 
 
 def not_served(what: str, instead: str, param: str | None = None) -> HttpError:
-    """Make the error of what this service does not do; `instead`: what to use."""
-    return HttpError(501, f"{what} is not served here: {instead}", param)
+    """Make the error of an unsupported feature. instead: the alternative."""
+    return HttpError(501, f"{what} is not supported: {instead}", param)
 
 
 def status_of(error: Exception) -> int:
@@ -73,12 +75,12 @@ def status_of(error: Exception) -> int:
     if isinstance(error, HttpError):
         return error.status
     if isinstance(error, RecursionError):
-        return 400  # nothing here goes deeper than what a request brings
+        return 400  # only a nested request recurses
     return next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
 
 
 def body_of(status: int, message: str, kind: str | None = None, param: str | None = None) -> bytes:
-    """Write the body of an error, the superset of the dialects. What a long message quotes of a request is cut."""
+    """Encode the body of an error. Long messages, which may quote a request, are shortened."""
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     kind = kind or TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
@@ -87,7 +89,7 @@ def body_of(status: int, message: str, kind: str | None = None, param: str | Non
 
 
 def response_of(error: Exception) -> Response:
-    """Answer with an error. What nobody foresaw is logged, and told by its type alone."""
+    """Make the response for an error. An unexpected one is logged; its response names only its type."""
     status = status_of(error)
     kind = error.kind if isinstance(error, RolloutError) else None
     if isinstance(error, HttpError | RolloutError):
@@ -96,7 +98,21 @@ def response_of(error: Exception) -> Response:
         message = "the request is nested too deeply"
     else:
         log.error("request failed", exc_info=error)
-        message = f"the facade failed on this request: {type(error).__name__}"
+        message = f"the gateway failed on this request: {type(error).__name__}"
     param = error.param if isinstance(error, HttpError) else None
     headers = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else None
     return Response(body_of(status, message, kind, param), status, headers, "application/json")
+
+
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Handle any exception of a route, as Starlette's exception handler."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # uvicorn discards it
+    if isinstance(error, HTTPException):  # of Starlette's router
+        path = request.scope["path"][:200]
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        message = (
+            f"{path} takes {', '.join(allowed)}" if allowed != [""] else f"there is no {path!r}: docs/http.md lists the routes"
+        )
+        error = HttpError(error.status_code, message)
+    return response_of(error)

@@ -1,4 +1,4 @@
-"""`GET /metrics`: the service's status under the names that controllers of vLLM read (prime-rl's scales by them)."""
+"""`GET /metrics`: the service's status under the metric names of vLLM, which prime-rl's autoscaling reads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout.http.app import Route
+from rollout.http.endpoints import Handler
 from rollout.http.upstream import Upstream
 
 Line = tuple[str, str, dict[str, str], float]
-"""(name, kind, further labels, value)"""
+"""(name, kind, additional labels, value)"""
 
 
-def routes(upstream: Upstream, name: str) -> list[Route]:
-    """Make the route. `name`: of the model, the label `model_name`."""
+def metrics_handler(upstream: Upstream, name: str) -> Handler:
+    """Make the handler. name: of the model, the label `model_name`."""
 
     async def metrics(request: Request) -> Response:
         text = exposition(lines(await upstream.status()), name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return [Route("GET", "/metrics", metrics)]
+    return metrics
 
 
 def lines(status: dict[str, Any]) -> Iterator[Line]:
@@ -45,7 +45,7 @@ def lines(status: dict[str, Any]) -> Iterator[Line]:
 
 
 def exposition(metrics: Iterator[Line], model: str) -> str:
-    """Write metrics in Prometheus' text format. This facade is one engine, `engine="0"`."""
+    """Write metrics in Prometheus' text format. The gateway reports one engine, `engine="0"`."""
     written = []
     for name, kind, more, value in metrics:
         labels = {"model_name": model, "engine": "0", **more}

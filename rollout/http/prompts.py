@@ -1,9 +1,9 @@
-"""Text and conversations to token ids: the jobs of the prompt processes, and what does them there.
+"""Text and conversations to token ids: the jobs of prompt processes, and their execution.
 
-    PromptPool --job--> prompt_process: Prompts.answer --> Ids, or Refused with the reason
+    PromptPool --job--> prompt_process: Prompts.answer --> Ids, or PromptRefused with the reason
 
-A template is a program, and a tokenizer takes a second and 300 MB for a megabyte or two. Both run over what a request brings,
-so both run in processes of their own, which can be ended (prompt_pool.py).
+A chat template is a program, and a tokenizer takes a second and 300 MB for a megabyte or two. Their input comes from requests,
+so both run in separate processes, which can be killed (prompt_pool.py).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Messages = list[dict[str, Any]]
 
 
 class Texts(msgspec.Struct, frozen=True, tag=True):
-    """Encode texts, one by one; `special`: with the model's own tokens at their start, if it has any."""
+    """Encode texts one by one. special: with the special tokens that the model puts at the start."""
 
     texts: list[str]
     special: bool
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Encode what the chat template writes, or only what it writes behind a turn whose exact ids are known."""
+    """Encode the chat template's text, or only the text after a turn whose exact ids are known."""
 
     messages: Messages
     template: dict[str, Any]
-    """what the template gets besides the messages"""
+    """arguments of the template besides the messages"""
     generate: bool = True
-    """with the beginning of the assistant's next message"""
-    upto: int = 0
-    """messages whose exact ids are known; 0 = none"""
+    """including the beginning of the assistant's next message"""
+    known: int = 0
+    """number of messages whose exact ids are known"""
     last: int | None = None
     """the last one of these ids"""
 
@@ -41,14 +41,14 @@ Job = Texts | Conversation
 
 
 class Ids(msgspec.Struct, frozen=True, tag=True):
-    """Token ids of each text, or of the conversation; `behind`: those behind the known ones alone."""
+    """Token ids of each text, or of the conversation. rest: only those after the known ones."""
 
     ids: list[list[int]]
-    behind: bool = False
+    rest: bool = False
 
 
 class PromptRefused(msgspec.Struct, frozen=True, tag=True):
-    """The job cannot be done; the reason is for whoever asked."""
+    """The job is invalid. message: the reason, for the client."""
 
     message: str
 
@@ -57,11 +57,11 @@ Answer = Ids | PromptRefused
 
 
 class Refusal(ValueError):
-    """A job is refused in words of our own."""
+    """A job is invalid; the message is for the client."""
 
 
 def reserved_names(tokenizer: Any) -> frozenset[str]:
-    """Return what `chat_template_kwargs` may not hold: all that says which template is used, and how it is called."""
+    """Return the names refused in `chat_template_kwargs`: those that select the template or control its call."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     of_library = {
@@ -72,35 +72,36 @@ def reserved_names(tokenizer: Any) -> frozenset[str]:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """Return the most characters that one token can stand for. A byte-level vocabulary writes a byte as one character, so this
-    is no less than a text's."""
+    """Return the maximum number of characters of one token. A byte-level vocabulary has one character per byte, so this is an
+    upper bound."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 class Prompts:
-    """Does the jobs, for a tokenizer of transformers.
+    """Executes jobs.
 
     Args:
-        most_chars: of what a template may write.
+        tokenizer: a transformers tokenizer.
+        max_chars: of the text that a template may write.
     """
 
-    def __init__(self, tokenizer: Any, most_chars: int) -> None:
-        self._tokenizer, self._most_chars = tokenizer, most_chars
+    def __init__(self, tokenizer: Any, max_chars: int) -> None:
+        self._tokenizer, self._max_chars = tokenizer, max_chars
 
     def answer(self, job: Job) -> Answer:
-        """Do a job. What a template or a tokenizer raises is the answer."""
+        """Execute a job. An exception of the template or the tokenizer becomes the answer."""
         try:
             if isinstance(job, Texts):
                 return Ids([self._encode(text, job.special) for text in job.texts])
-            behind = self._behind(job) if job.upto else None
-            if behind is not None:
-                return Ids([self._encode(behind, False)], behind=True)
+            rest = self._rest(job) if job.known else None
+            if rest is not None:
+                return Ids([self._encode(rest, False)], rest=True)
             return Ids([self._encode(self._render(job.messages, job.template, job.generate), False)])
         except MemoryError:
             return PromptRefused("the prompt needs more memory than it may have")
         except Refusal as error:
             return PromptRefused(str(error))
-        except Exception as error:  # templates are programs of their own and raise what they like
+        except Exception as error:  # a template may raise anything
             by = "tokenizer refused the text" if isinstance(job, Texts) else "chat template refused the messages"
             return PromptRefused(f"the {by}: {str(error)[:1000] or type(error).__name__}")
 
@@ -110,15 +111,15 @@ class Prompts:
 
     def _render(self, messages: Messages, template: dict[str, Any], generate: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate, **template)
-        if len(text) > self._most_chars:
-            raise Refusal(f"the chat template writes {len(text)} characters: at most {self._most_chars} can fit the context")
+        if len(text) > self._max_chars:
+            raise Refusal(f"the chat template writes {len(text)} characters: at most {self._max_chars} can fit the context")
         return text
 
-    def _behind(self, job: Conversation) -> str | None:
-        """Return what the template writes behind the ids that are known; None if it does not write a turn as a prefix of what
-        comes after it."""
+    def _rest(self, job: Conversation) -> str | None:
+        """Return the template's text after the known ids; None if the template does not render a turn as a prefix of the next
+        one."""
         whole = self._render(job.messages, job.template, True)
-        turn = self._render(job.messages[: job.upto], job.template, False)
+        turn = self._render(job.messages[: job.known], job.template, False)
         end = self._tokenizer.eos_token or ""
         at = turn.rfind(end)
         if not end or at < 0 or not whole.startswith(turn) or turn[at + len(end) :].strip():

@@ -1,11 +1,11 @@
-"""What requests ask the service for: their groups, from the event loop to the client and back.
+"""Groups of requests, from the event loop to the client and back.
 
-    request --Ask--> Joining: equal ones become one group --submit--> client's I/O thread
-                                                                          │ Handle.listen, Handle.on_tokens
-    request <--future, parts--  Ask  <--call_soon_threadsafe, once a batch-- deque
+    request --PromptRequest--> RequestQueue: equal ones become one group --submit--> client's I/O thread
+                                                                                        │ Handle.listen, Handle.on_tokens
+    request <--future, parts-- PromptRequest <--call_soon_threadsafe, once per batch-- deque
 
-No thread waits for a sample. A trainer of these dialects sends a group as n requests of one child. Each would be a message, a
-row that waits for the KV of its prompt and an entry of every table of the service; joined, they are what that is made for.
+No thread waits for a sample. HTTP trainers send a group as n requests with n = 1. Each alone would cost a message, a prefill
+that waits for the prompt's KV, and an entry in every table of the service; joined, they are an ordinary group.
 """
 
 from __future__ import annotations
@@ -22,60 +22,53 @@ from engine.types import Sample, Sampling, TokenChunk
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.http.errors import HttpError
+from rollout.http.settings import RequestLimits
 from transport.errors import LimitExceeded
-
-MAX_OPEN = 65_536
-"""groups that may be open at a time"""
-QUIET_S = 0.002
-"""without a request, after which no equal ones are waited for"""
-HOLD_S = 0.05
-"""that a request waits for equal ones at most"""
-MOST_JOINED = 64
-"""children of a joined group: a fleet keeps a group on one replica"""
 
 Submit = Callable[[np.ndarray, Sampling], Handle]
 Part = TokenChunk | Sample
+"""new tokens of a running child, or a finished one"""
 
 
 class PromptRequest:
-    """One request's children of one prompt. For the event loop.
+    """The children of one prompt of one request. For the event loop.
 
     Args:
-        sampling: `n` is how many children it gets. They may be some of a larger group's, which nobody sees: their indices count
-            from 0 here.
-        tell: called with each part of a child as it comes (`Sampling.stream_every`), its sample last, and with None at the end.
-        names: by which others may ask for its end.
+        prompt: token ids, [prompt_tokens] int32.
+        sampling: `n` is the number of children. They may be part of a larger group; here their indices start at 0.
+        on_part: called with new tokens of a child (`Sampling.stream_every`) and with its sample, and with None at the end.
+        names: by which `RequestQueue.abort` can select it.
     """
 
     def __init__(
         self,
         prompt: np.ndarray,
         sampling: Sampling,
-        tell: Callable[[Part | None], None] | None = None,
+        on_part: Callable[[Part | None], None] | None = None,
         names: Collection[str] = (),
     ) -> None:
         self.prompt, self.sampling, self.names = prompt, sampling, names
         self.samples: list[Sample] = []
+        """finished children; sorted by index once all are"""
         self.ended = False
-        """all its children are here, or it failed, or nobody wants it any more"""
+        """all children have finished, the group failed, or the request was closed"""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """to wait for it; whoever stops waiting cancels this"""
         self.shared: SharedGroup | None = None
-        """the group that its children are in; None: it was not sent yet"""
+        """the group with its children; None before it is sent"""
         self.first = 0
-        """index there of its child 0"""
-        self._tell = tell
+        """index in the group of its child 0"""
+        self._on_part = on_part
 
     def add(self, part: Part) -> None:
-        """Take in tokens of a child, or a child that has ended."""
+        """Take new tokens of a child, or a finished child."""
         if self.ended:
             return
         if self.first:
             part = msgspec.structs.replace(part, index=part.index - self.first)
         if isinstance(part, Sample):
             self.samples.append(part)
-        if self._tell is not None:
-            self._tell(part)
+        if self._on_part is not None:
+            self._on_part(part)
         if len(self.samples) == self.sampling.n:
             self.samples.sort(key=lambda sample: sample.index)
             self._end(None)
@@ -92,157 +85,157 @@ class PromptRequest:
             self.done.set_result(None)
         else:
             self.done.set_exception(error)
-            self.done.exception()  # a stream that ends early looks no more
-        if self._tell is not None:
-            self._tell(None)
+            self.done.exception()  # a stream that is closed early does not retrieve it
+        if self._on_part is not None:
+            self._on_part(None)
 
     def abort(self) -> None:
-        """Ask for its end: its children come back with what they have."""
+        """Abort its children; they return with their tokens so far."""
         if self.shared is not None and not self.ended:
             self.shared.abort(self)
 
 
 class SharedGroup:
-    """A group in the service, and who asked for which of its children."""
+    """A group of the service, and the request of each child."""
 
     def __init__(self, handle: Handle, owners: list[PromptRequest]) -> None:
         self.handle = handle
         self.owners = owners
-        """of each child"""
+        """by index of the child"""
         self._open = set(owners)
-        """whose children have not ended, and nobody has asked for their end"""
+        """neither finished nor aborted"""
 
-    def abort(self, ask: PromptRequest) -> None:
-        """End one owner's children; the group, once nobody else waits for it."""
-        self._open.discard(ask)
-        self.handle.cancel(range(ask.first, ask.first + ask.sampling.n) if self._open else None)
+    def abort(self, request: PromptRequest) -> None:
+        """Abort the children of one request; the whole group if no other request is open."""
+        self._open.discard(request)
+        first = request.first
+        self.handle.cancel(range(first, first + request.sampling.n) if self._open else None)
 
     def add(self, part: Part | None) -> None:
-        """Give its owner what has come; None: the group failed."""
+        """Pass a part to its request; None: the group failed."""
         if part is not None:
-            ask = self.owners[part.index]
-            ask.add(part)
-            if ask.ended:
-                self._open.discard(ask)
+            request = self.owners[part.index]
+            request.add(part)
+            if request.ended:
+                self._open.discard(request)
             return
         assert self.handle.error is not None
-        for ask in set(self.owners):  # also those whose end was asked for, and has not come
-            ask.fail(self.handle.error)
-
-
-class EventLoopWaker:
-    """Wakes the event loop for what has come; `tell` is for the client's I/O thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._come: deque[tuple[SharedGroup, Part | None]] = deque()
-        self._woken = False
-
-    def tell(self, shared: SharedGroup, handle: Handle, part: Part | None) -> None:
-        """Have a part given to its owner in the event loop. One wake-up serves all until it is looked at."""
-        self._come.append((shared, part))
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._take)
-
-    def _take(self) -> None:
-        self._woken = False  # before the deque is read: what comes after wakes again
-        while self._come:
-            shared, part = self._come.popleft()
-            shared.add(part)
+        for request in set(self.owners):  # aborted ones too: their samples will not come
+            request.fail(self.handle.error)
 
 
 class RequestQueue:
-    """All that is open of one event loop, over one client."""
+    """All open requests of one event loop, over one client."""
 
-    def __init__(self, client: RolloutClient) -> None:
-        self._client = client
+    def __init__(self, client: RolloutClient, limits: RequestLimits) -> None:
+        self._client, self._limits = client, limits
         self._loop = asyncio.get_running_loop()
-        self._arrivals = EventLoopWaker(self._loop)
         self._open: set[PromptRequest] = set()
         self._waiting: dict[tuple[bytes, bytes], list[PromptRequest]] = {}
-        """asks that were not sent, by what they ask for"""
+        """requests that were not sent yet, by prompt and sampling options"""
         self._timer: asyncio.TimerHandle | None = None
-        self._held_since = self._last_held = 0.0
+        self._first_waiting = self._last_waiting = 0.0
+        """loop times at which the first and the last request of `_waiting` came"""
+        self._arrived: deque[tuple[SharedGroup, Part | None]] = deque()
+        """from the client's I/O thread"""
+        self._woken = False
 
-    def open(self, asks: Sequence[PromptRequest], submit: Submit | None = None) -> None:
-        """Have groups sampled. Those with a seed, or that go by a `submit` of their own, are sent as they are, the others with
-        their equals, if any come at once. Raises HttpError 503, and what `submit` does."""
-        if len(self._open) + len(asks) > MAX_OPEN:
-            raise HttpError(503, f"{len(self._open)} groups are open: at most {MAX_OPEN}; try again")
-        for ask in asks:
-            self._open.add(ask)
-            if submit is None and ask.sampling.seed is None:
-                self._hold(ask)
+    def open(self, requests: Sequence[PromptRequest], submit: Submit | None = None) -> None:
+        """Send requests. One with a seed, or with its own `submit`, is sent at once and alone, any other with the equal ones
+        that come at the same time. Raises HttpError 503, and the errors of `submit`."""
+        most = self._limits.max_groups
+        if len(self._open) + len(requests) > most:
+            raise HttpError(503, f"{len(self._open)} groups are open, at most {most} may be (max_groups); try again")
+        for request in requests:
+            self._open.add(request)
+            if submit is None and request.sampling.seed is None:
+                self._hold(request)
             else:
-                self._send([ask], submit or self._client.submit)
+                self._send([request], submit or self._client.submit)
 
-    def close(self, asks: Iterable[PromptRequest]) -> None:
-        """Forget asks; the children of those that are not done are cancelled."""
-        for ask in asks:
-            self._open.discard(ask)
-            ask.abort()
-            ask.ended = True
+    def close(self, requests: Iterable[PromptRequest]) -> None:
+        """Remove requests. Children that have not finished are aborted."""
+        for request in requests:
+            self._open.discard(request)
+            request.abort()
+            request.ended = True
 
-    def abort(self, wanted: Callable[[PromptRequest], bool] = lambda _: True) -> int:
-        """Ask for the end of all that are open, or of those that are `wanted`. They come back with what they have. Returns how
-        many there are."""
-        self._send_held()
-        asks = [ask for ask in self._open if not ask.ended and wanted(ask)]
-        for ask in asks:
-            ask.abort()
-        return len(asks)
+    def abort(self, selected: Callable[[PromptRequest], bool] = lambda _: True) -> int:
+        """Abort all open requests, or the `selected` ones. They return with their tokens so far. Returns their number."""
+        self._send_waiting()
+        requests = [request for request in self._open if not request.ended and selected(request)]
+        for request in requests:
+            request.abort()
+        return len(requests)
 
-    def _hold(self, ask: PromptRequest) -> None:
-        self._last_held = self._loop.time()
+    # equal requests
+
+    def _hold(self, request: PromptRequest) -> None:
+        self._last_waiting = self._loop.time()
         if self._timer is None:
-            self._held_since = self._last_held
-            self._timer = self._loop.call_later(QUIET_S, self._look)
-        key = ask.prompt.tobytes(), msgspec.msgpack.encode(ask.sampling)
-        self._waiting.setdefault(key, []).append(ask)
+            self._first_waiting = self._last_waiting
+            self._timer = self._loop.call_later(self._limits.join_quiet_s, self._on_timer)
+        key = request.prompt.tobytes(), msgspec.msgpack.encode(request.sampling)
+        self._waiting.setdefault(key, []).append(request)
 
-    def _look(self) -> None:
-        """Send what is held, once nothing comes right behind it any more."""
-        due = min(self._last_held + QUIET_S, self._held_since + HOLD_S)
+    def _on_timer(self) -> None:
+        """Send the waiting requests once none has followed for `join_quiet_s`, or after `join_wait_s`."""
+        due = min(self._last_waiting + self._limits.join_quiet_s, self._first_waiting + self._limits.join_wait_s)
         if self._loop.time() < due:
-            self._timer = self._loop.call_at(due, self._look)
+            self._timer = self._loop.call_at(due, self._on_timer)
         else:
             self._timer = None
-            self._send_held()
+            self._send_waiting()
 
-    def _send_held(self) -> None:
+    def _send_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
         limits = self._client.info.limits
-        most_children = min(MOST_JOINED, limits.max_n, limits.max_samples_per_client)
-        for asks in waiting.values():
-            asks = [ask for ask in asks if not ask.ended]  # others hung up
-            while asks:
-                most = max(1, most_children // asks[0].sampling.n)
-                some, asks = asks[:most], asks[most:]
+        most_children = min(self._limits.max_joined, limits.max_n, limits.max_samples_per_client)
+        for requests in waiting.values():
+            requests = [request for request in requests if not request.ended]  # others disconnected
+            while requests:
+                most = max(1, most_children // requests[0].sampling.n)
+                joined, requests = requests[:most], requests[most:]
                 try:
-                    self._send(some, self._client.submit)
-                except Exception as error:  # whoever asked is told
-                    self._send_alone(some, error)
+                    self._send(joined, self._client.submit)
+                except Exception as error:
+                    self._send_alone(joined, error)
 
-    def _send_alone(self, asks: list[PromptRequest], error: Exception) -> None:
-        """Send asks that could not be sent together: a client may have a budget of tokens."""
-        for ask in asks:
+    def _send_alone(self, requests: list[PromptRequest], error: Exception) -> None:
+        """Send requests one by one after they could not be sent as one group: a client may have a budget of tokens."""
+        for request in requests:
             try:
-                if len(asks) == 1 or not isinstance(error, LimitExceeded):
+                if len(requests) == 1 or not isinstance(error, LimitExceeded):
                     raise error
-                self._send([ask], self._client.submit)
+                self._send([request], self._client.submit)
             except Exception as own:
-                ask.fail(own)
+                request.fail(own)
 
-    def _send(self, asks: list[PromptRequest], submit: Submit) -> None:
-        """Submit equal asks as one group."""
-        sampling, n = asks[0].sampling, asks[0].sampling.n
-        if len(asks) > 1:
-            sampling = msgspec.structs.replace(sampling, n=n * len(asks))
-        handle = submit(asks[0].prompt, sampling)
-        shared = SharedGroup(handle, [ask for ask in asks for _ in range(n)])
-        for i, ask in enumerate(asks):
-            ask.shared, ask.first = shared, i * n
+    def _send(self, requests: list[PromptRequest], submit: Submit) -> None:
+        """Submit equal requests as one group."""
+        sampling, n = requests[0].sampling, requests[0].sampling.n
+        if len(requests) > 1:
+            sampling = msgspec.structs.replace(sampling, n=n * len(requests))
+        handle = submit(requests[0].prompt, sampling)
+        shared = SharedGroup(handle, [request for request in requests for _ in range(n)])
+        for i, request in enumerate(requests):
+            request.shared, request.first = shared, i * n
         if sampling.stream_every:
-            handle.on_tokens(partial(self._arrivals.tell, shared))
-        handle.listen(partial(self._arrivals.tell, shared))
+            handle.on_tokens(partial(self._arrive, shared))
+        handle.listen(partial(self._arrive, shared))
+
+    # arrivals
+
+    def _arrive(self, shared: SharedGroup, handle: Handle, part: Part | None) -> None:
+        """Queue a part for the event loop, in the client's I/O thread. One wake-up serves all parts until the loop reads
+        them."""
+        self._arrived.append((shared, part))
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # before reading: a part that arrives later wakes the loop again
+        while self._arrived:
+            shared, part = self._arrived.popleft()
+            shared.add(part)

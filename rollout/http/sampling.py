@@ -1,7 +1,7 @@
-"""From the dialects' sampling parameters to `Sampling`, in one place.
+"""Sampling parameters of vLLM and SGLang, converted to `Sampling`.
 
-A field is one of four kinds: it has a place in `Sampling`; it is neutral and asks for nothing; it asks for what is not served
-(501, with what to use instead); or nobody knows it (400). Nothing is clamped or dropped.
+A field is either part of `Sampling`, or accepted because it changes nothing, or unsupported (501, with an alternative), or
+unknown (400). Nothing is clamped or dropped.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ INSTEAD = {
     "ebnf": "ask in the prompt, and check the text",
     "json_schema": "ask in the prompt, and check the text",
 }
-"""what to do where a field asks for what is not there"""
+"""unsupported fields, and the alternative"""
 NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", ())
 SALT = re.compile(r"(?:^|\D)(\d{1,18})$")
 
 
 class CommonSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that vLLM and SGLang call by the same name, as JSON. A null is the default."""
+    """Sampling parameters with the same name in vLLM and SGLang, as JSON. null = the default."""
 
     n: int | None = None
     temperature: float | None = None
@@ -54,20 +54,20 @@ class CommonSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # of the text alone
+    # change only the text
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
 
 class VllmSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters that vLLM's routes have in common."""
+    """Sampling parameters of vLLM's routes."""
 
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
-    # asks for what is not there
+    # unsupported unless neutral
     best_of: int | None = None
     bad_words: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -79,16 +79,16 @@ class VllmSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     use_beam_search: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
-    # of the text alone
+    # change only the text
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    """of beam search, which is not there"""
+    """of beam search, which is unsupported"""
     output_kind: int | None = None
-    """vLLM's word for what a stream holds"""
+    """of vLLM's streams"""
     routed_experts_prompt_start: int | None = None
-    """of an answer's routed experts, which are not there (verifiers sends it in any case)"""
+    """of routed experts, which are unsupported; verifiers always sends it"""
 
 
 class SGLangSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
@@ -97,37 +97,40 @@ class SGLangSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
-    # asks for what is not there
+    # unsupported unless neutral
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
     custom_params: dict[str, Any] | None = None
-    # of the text alone
+    # change only the text
     no_stop_trim: bool | None = None
 
 
-def refuse_what_is_not_there(asked: msgspec.Struct) -> None:
-    """Raise HttpError 501 for the first field that asks for something, and has no place in `Sampling`."""
+def refuse_unsupported(params: msgspec.Struct) -> None:
+    """Raise HttpError 501 for the first unsupported field that is not neutral."""
     for name, instead in INSTEAD.items():
-        value = getattr(asked, name, None)
+        value = getattr(params, name, None)
         if value in NEUTRAL:
             continue
-        if name == "best_of" and value == (getattr(asked, "n", None) or 1):
+        if name == "best_of" and value == (getattr(params, "n", None) or 1):
+            continue
+        if name == "response_format" and value == {"type": "text"}:
             continue
         raise not_served(f"{name}={value!r}"[:200], instead, name)
 
 
-def said(**fields: Any) -> dict[str, Any]:
-    """Return the fields of `Sampling` that say something: a null is the default, any other value is judged by `Sampling`."""
+def given(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not null; `Sampling` validates them."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 Special = Callable[[str], int | None]
-"""the id of the special token that is written so, None if there is none"""
+"""returns the id of the special token with this text, None if there is none"""
 
 
 def stops(stop: str | list[str] | None, ids: list[int] | None, special: Special) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return stop tokens and stop strings. A string that is a special token (lm_eval sends the model's end) is that token."""
+    """Return stop tokens and stop strings. A string that equals a special token (lm_eval sends the end of sequence) becomes
+    that token."""
     texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
     of_texts = {text: special(text) for text in texts}
     found = [id for id in of_texts.values() if id is not None]
@@ -135,84 +138,71 @@ def stops(stop: str | list[str] | None, ids: list[int] | None, special: Special)
 
 
 def top_k_of(top_k: int | None) -> int:
-    """Return top_k with 0 for off; dialects write 0, -1 or nothing."""
+    """Return top_k with 0 for off; the APIs use 0, -1 and null."""
     return 0 if top_k is None or top_k == -1 else top_k
 
 
-def max_tokens_of(asked: int | None, default: int | None, prompt_tokens: int, context: int, limits: Limits) -> int:
-    """Return the most tokens of a completion. Where nothing is asked for: `default`, or with None whatever the context of the
-    model leaves. Raises HttpError for a prompt that leaves nothing."""
-    if asked is not None:
-        return asked
-    left = context - prompt_tokens
-    if left < 1:
-        raise bad(f"prompt of {prompt_tokens} tokens: the context of {context} tokens leaves no room for one", "max_tokens")
-    return min(left if default is None else default, left, limits.max_tokens)
-
-
-def sampling_of(asked: VllmSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
-    """Make the sampling that vLLM's parameters ask for; `more`: further fields. Raises HttpError."""
-    fields = common_fields(asked, special)
-    if (asked.prompt_logprobs or 0) < 0:
-        raise bad(f"prompt_logprobs={asked.prompt_logprobs}: must not be negative", "prompt_logprobs")
-    allowed = None if asked.allowed_token_ids is None else tuple(asked.allowed_token_ids)
-    more |= said(allowed_token_ids=allowed)
-    return Sampling(max_tokens=max_tokens, min_tokens=asked.min_tokens or 0, seed=asked.seed, **fields, **more)
+def sampling_of(params: VllmSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
+    """Convert vLLM's parameters. more: further fields of `Sampling`. Raises HttpError."""
+    fields = common_fields(params, special)
+    if (params.prompt_logprobs or 0) < 0:
+        raise bad(f"prompt_logprobs={params.prompt_logprobs}: must not be negative", "prompt_logprobs")
+    allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+    more |= given(allowed_token_ids=allowed)
+    return Sampling(max_tokens=max_tokens, min_tokens=params.min_tokens or 0, seed=params.seed, **fields, **more)
 
 
 def sglang_sampling_of(params: SGLangSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
-    """Make the sampling that SGLang's parameters ask for; `more`: further fields. Raises HttpError."""
+    """Convert SGLang's parameters. more: further fields of `Sampling`. Raises HttpError."""
     fields = common_fields(params, special)
     return Sampling(max_tokens=max_tokens, min_tokens=params.min_new_tokens or 0, seed=params.sampling_seed, **fields, **more)
 
 
-def common_fields(asked: CommonSampling, special: Special) -> dict[str, Any]:
-    """Return the fields of `Sampling` that both dialects ask for in the same way. Raises HttpError."""
-    refuse_what_is_not_there(asked)
-    stop_ids, stop = stops(asked.stop, asked.stop_token_ids, special)
+def common_fields(params: CommonSampling, special: Special) -> dict[str, Any]:
+    """Convert the parameters that vLLM and SGLang share. Raises HttpError."""
+    refuse_unsupported(params)
+    stop_ids, stop = stops(params.stop, params.stop_token_ids, special)
     return {
-        "n": 1 if asked.n is None else asked.n,
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "top_k": top_k_of(asked.top_k),
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "min_p": asked.min_p or 0.0,
+        "n": 1 if params.n is None else params.n,
+        "temperature": 1.0 if params.temperature is None else params.temperature,
+        "top_k": top_k_of(params.top_k),
+        "top_p": 1.0 if params.top_p is None else params.top_p,
+        "min_p": params.min_p or 0.0,
         "stop_token_ids": stop_ids,
-        "ignore_eos": bool(asked.ignore_eos),
+        "ignore_eos": bool(params.ignore_eos),
         "stop": stop,
-        **said(
-            logit_bias=asked.logit_bias or None,
-            repetition_penalty=asked.repetition_penalty,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
+        **given(
+            logit_bias=params.logit_bias or None,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
         ),
     }
 
 
 def top_logprobs_of(wanted: int, field: str) -> dict[str, int]:
-    """Return the fields of `Sampling` for the log-probs of so many likeliest tokens. Raises HttpError."""
+    """Return the fields of `Sampling` for the log-probs of the `wanted` most probable tokens. Raises HttpError."""
     if wanted < 0:
         raise bad(f"{field}={wanted}: must not be negative", field)
-    if wanted == 0:
-        return {}
-    return {"top_logprobs": wanted}
+    return {"top_logprobs": wanted} if wanted else {}
 
 
 def lag_of(cache_salt: str | None, version: int, limits: Limits) -> int:
-    """Return the `max_kv_lag` of a salt: the version of the weights whose KV is still good for this episode, as text that ends
-    in its number ("7", "ckpt-7"). `version`: the live one. Raises HttpError for a salt that names none."""
+    """Return the `max_kv_lag` of a cache_salt, which ends in the oldest weight version whose KV may be used ("7", "ckpt-7").
+    version: the live one. Raises HttpError for a salt without a version."""
     if cache_salt is None:
         return 0
     found = SALT.search(cache_salt)
     if found is None:
         raise bad(
-            f"cache_salt={cache_salt[:50]!r}: must end in the version of the weights whose KV may be used, e.g. '7'",
+            f"cache_salt={cache_salt[:50]!r}: must end in the oldest weight version whose KV may be used, e.g. '7'",
             "cache_salt",
         )
     return min(max(0, version - int(found[1])), limits.max_kv_lag)
 
 
 def priority_of(priority: int | None) -> int:
-    """Return our priority of vLLM's, where a lower number goes first. Raises HttpError."""
+    """Convert vLLM's priority, where lower values come first. Raises HttpError."""
     priority = priority or 0
     if abs(priority) > MAX_PRIORITY:
         raise bad(f"priority={priority}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", "priority")

@@ -1,61 +1,61 @@
-"""Sockets, connections and a graceful end, around uvicorn.
+"""Sockets, connection limits and graceful shutdown, around uvicorn.
 
-uvicorn bounds how long a connection may idle between two requests. `LimitedConnection` also bounds how long the head of a
-request may take, how large it may be, and how many connections there are; each is refused in the dialect's form.
+uvicorn limits how long a connection may be idle between two requests. It does not limit the time or size of a head, the time of
+a body, or the number of connections before a request has arrived; `LimitedConnection` does, with errors in the format of the
+APIs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout.config import InputError
-from rollout.http.app import GONE, App, RequestLimits
+from rollout.http.endpoints import DISCONNECTED
 from rollout.http.errors import body_of
-
-MAX_HEAD_BYTES = 65_536
-LOOK_S = 0.25
-"""from the end of what a connection sends to the first look whether its other end is there, and between looks"""
-AFTER_ABORT_S = 10
-"""that the samples of requests which were ended have to come back"""
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+from rollout.http.settings import RequestLimits
 
 
 def refusal(status: int, message: str) -> bytes:
-    """Write a whole answer for a connection that gets no further."""
+    """Encode a whole response that closes its connection."""
     body = body_of(status, message)
-    head = f"HTTP/1.1 {status} {REASONS[status]}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return head.encode() + b"connection: close\r\n\r\n" + body
+    head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 
 
 class LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
-    """One connection. Subclasses say the `bounds`."""
+    """One connection within limits. options: as uvicorn gives them."""
 
-    bounds: RequestLimits
-    _gone: asyncio.Future[None]
-    _in_head = True
-    _head_bytes = 0
-    _refused = False
-    _timer: asyncio.TimerHandle | None = None
+    def __init__(self, limits: RequestLimits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._disconnected: asyncio.Future[None] = self.loop.create_future()
+        self._in_head = True
+        self._head_bytes = 0
+        self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._gone = self.loop.create_future()
-        if len(self.connections) > self.bounds.max_connections:
-            self._refuse(503, f"{self.bounds.max_connections} connections are open, the most allowed (max_connections)")
+        most = self._limits.max_connections
+        if len(self.connections) > most:
+            self._refuse(503, f"{most} connections are open, the maximum (max_connections)")
         else:
             self._time_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timing()
-        self._gone.set_result(None)
+        self._stop_timer()
+        self._disconnected.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -64,82 +64,83 @@ class LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
         super().data_received(data)
         if self._in_head and not self._refused:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes")
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._refuse(431, f"the head of the request is larger than {self._limits.max_head_bytes} bytes")
 
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, 0
         if self._timer is None:
             self._time_head()
         super().on_message_begin()
-        self.scope[GONE] = self._gone
+        self.scope[DISCONNECTED] = self._disconnected
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._stop_timing()
-        self._timer = self.loop.call_later(self.bounds.body_timeout_s, self._body_is_late)
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._limits.body_timeout_s, self._on_body_timeout)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._stop_timing()
+        self._stop_timer()
         super().on_message_complete()
 
     def eof_received(self) -> bool:
-        """Keep the connection for the answer of a whole request: the other end may have closed its sending side alone (nc -N).
-        Nothing tells that from one that has gone, so `_look` finds out."""
+        """Keep the connection open while a complete request is being processed: its client may have closed only its sending
+        side (`nc -N`). A client that is gone looks the same at first, so `_probe` tells them apart."""
         cycle = self.cycle
-        waits = cycle is not None and not cycle.response_complete and not cycle.more_body and not self._refused
-        if waits and cycle.scope["http_version"] != "1.0":
+        pending = cycle is not None and not cycle.response_complete and not cycle.more_body and not self._refused
+        if pending and cycle.scope["http_version"] != "1.0":
             cycle.keep_alive = False
-            self.loop.call_later(LOOK_S, self._look, cycle)
+            self.loop.call_later(self._limits.probe_interval_s, self._probe, cycle)
             return True
         return False
 
-    def _look(self, cycle: Any, probed: bool = False) -> None:
-        """Look whether anybody is at the other end, every so often until the answer is there. Any bytes make one that has gone
-        say so; before an answer these are an interim response, which every client of HTTP/1.1 skips."""
+    def _probe(self, cycle: Any, sent: bool = False) -> None:
+        """Check periodically that the client is still connected. The kernel reports a closed peer after bytes were sent to it;
+        before a response these bytes are an interim response, which HTTP/1.1 clients skip."""
         if self.transport.is_closing() or cycle.response_complete:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not probed and not cycle.response_started:
+        if not sent and not cycle.response_started:
             self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
-        self.loop.call_later(LOOK_S, self._look, cycle, True)
+        self.loop.call_later(self._limits.probe_interval_s, self._probe, cycle, True)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
-        self._refuse(400, "this is no HTTP request that can be read")
+        """Refuse invalid HTTP; uvicorn calls this."""
+        self._refuse(400, "the request is not valid HTTP")
 
     def _time_head(self) -> None:
-        self._timer = self.loop.call_later(self.bounds.head_timeout_s, self._head_is_late)
+        self._timer = self.loop.call_later(self._limits.head_timeout_s, self._on_head_timeout)
 
-    def _head_is_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._time_head()  # half of the next request lies behind one that is being answered
+            self._time_head()  # a pipelined request: the previous one is still being processed
         else:
-            self._refuse(408, f"the head of a request did not come within {self.bounds.head_timeout_s} s")
+            self._refuse(408, f"the head of a request did not come within {self._limits.head_timeout_s} s")
 
-    def _stop_timing(self) -> None:
+    def _on_body_timeout(self) -> None:
+        if self.cycle.response_started:
+            self.transport.close()  # it was refused for another reason
+        else:
+            self._refuse(408, f"the body did not come within {self._limits.body_timeout_s} s")
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _body_is_late(self) -> None:
-        if self.cycle.response_started:
-            self.transport.close()  # it was refused for another reason
-        else:
-            self._refuse(408, f"the body did not come within {self.bounds.body_timeout_s} s")
-
     def _refuse(self, status: int, message: str) -> None:
-        self._refused, self._timer = True, None
+        self._refused = True
+        self._stop_timer()
         if not self.transport.is_closing():
             self.transport.write(refusal(status, message))
             self.transport.close()
 
 
 class HttpServer(uvicorn.Server):  # type: ignore[misc]
-    """One port. Signals are the process's, which may have two."""
+    """One port. Signals are handled by the process, which may have two ports."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -153,16 +154,16 @@ def listen(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except (OSError, ValueError) as error:  # ValueError: what is no name of a host
+    except (OSError, ValueError) as error:  # ValueError: an invalid host name
         bound.close()
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{host} port {port}: {reason}; give another --host or --port") from error
     return bound
 
 
-def server_of(app: App, bounds: RequestLimits) -> HttpServer:
+def server_of(app: ASGIApp, limits: RequestLimits) -> HttpServer:
     """Make the server of an application."""
-    protocol: Any = type("BoundConnection", (LimitedConnection,), {"bounds": bounds})
+    protocol: Any = partial(LimitedConnection, limits)
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -174,25 +175,25 @@ def server_of(app: App, bounds: RequestLimits) -> HttpServer:
         date_header=False,
         proxy_headers=False,
         backlog=2048,
-        timeout_keep_alive=int(bounds.idle_timeout_s),
-        timeout_graceful_shutdown=math.ceil(bounds.grace_s) + AFTER_ABORT_S,
+        timeout_keep_alive=int(limits.idle_timeout_s),
+        timeout_graceful_shutdown=math.ceil(limits.grace_s + limits.abort_grace_s),
     )
     return HttpServer(config)
 
 
 async def serve(
-    servers: Sequence[tuple[HttpServer, socket.socket]], stop: asyncio.Event, bounds: RequestLimits, end: Any
+    servers: Sequence[tuple[HttpServer, socket.socket]], stop: asyncio.Event, grace_s: float, abort: Callable[[], Any]
 ) -> None:
-    """Serve until `stop`. Requests then have `bounds.grace_s` to finish; `end` is called for those that have not."""
+    """Serve until `stop`. Requests then have `grace_s` seconds to finish; `abort` is called for the remaining ones."""
     running = [asyncio.create_task(server.serve([bound])) for server, bound in servers]
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
         for server, _ in servers:
             server.should_exit = True
-        _, late = await asyncio.wait(running, timeout=bounds.grace_s)
+        _, late = await asyncio.wait(running, timeout=grace_s)
         if late:
-            end()
+            abort()
         await asyncio.gather(*running)
     finally:
         stopped.cancel()

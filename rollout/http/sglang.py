@@ -1,42 +1,41 @@
-"""SGLang's dialect, as slime and AReaL speak it.
+"""SGLang's API, as slime and AReaL use it.
 
-Here a pause ends what runs ("abort", with the tokens so far): AReaL stamps an answer with the version at its end, so a sample
-that went on over new weights would be mislabelled. An answer says the version that made its last token.
+A pause ends running requests ("abort", with the tokens so far). AReaL labels a response with the version at its end, so a
+sample that continued under new weights would have the wrong label. A response has the version that made its last token.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from contextlib import aclosing
-from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.routing import Route
 
-from engine.types import KVPolicy, Sample, Sampling
-from rollout.http.answers import json, tops
-from rollout.http.app import Answer, BodyReader, EventStream, Route, only_parameters, unless_gone
+from engine.types import KVPolicy, Sample
 from rollout.http.control import FILES, load_folder, refusing, wake
-from rollout.http.data import CompletionRoutes, name_of
+from rollout.http.endpoints import Endpoints, EventStream, only_parameters, unless_disconnected
 from rollout.http.errors import bad, not_served
-from rollout.http.sampling import NEUTRAL, SGLangSampling, max_tokens_of, sglang_sampling_of, top_logprobs_of
-from rollout.http.streams import Contents
-from rollout.http.text_stream import TextChunk, TextOptions
-from rollout.http.upstream import Upstream
+from rollout.http.generation import GenerationService, PromptGroup, checked_name
+from rollout.http.responses import Contents, top_tokens
+from rollout.http.sampling import NEUTRAL, SGLangSampling, sglang_sampling_of, top_logprobs_of
+from rollout.http.text import TextChunk, TextOptions
 
 NEW_TOKENS = 128
-"""of /generate without max_new_tokens, as SGLang has it"""
+"""default of max_new_tokens, as in SGLang"""
 GROWTH = 8
-"""a part of a stream comes once there is an eighth more: all parts together are some 9 times the answer"""
-ELSEWHERE = {
-    "/update_weights_from_distributed": FILES.replace("/update_weights", "/update_weights_from_disk"),
-    "/update_weights_from_tensor": FILES.replace("/update_weights", "/update_weights_from_disk"),
-    "/init_weights_update_group": FILES.replace("/update_weights", "/update_weights_from_disk"),
-    "/destroy_weights_update_group": FILES.replace("/update_weights", "/update_weights_from_disk"),
-    "/weights_checker": "ask rollout.client.weights_status",
+"""an event repeats all tokens so far, so it is sent once there is an eighth more: all events together are some 9 times the
+response"""
+FILES_HERE = FILES.replace("/update_weights", "/update_weights_from_disk")
+UNSUPPORTED = {
+    "/update_weights_from_distributed": FILES_HERE,
+    "/update_weights_from_tensor": FILES_HERE,
+    "/init_weights_update_group": FILES_HERE,
+    "/destroy_weights_update_group": FILES_HERE,
+    "/weights_checker": "use rollout.client.weights_status",
     "/start_profile": "profile the service's process",
     "/stop_profile": "profile the service's process",
 }
@@ -55,7 +54,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     rid: str | list[str] | None = None
     model: str | None = None
-    # asks for what is not there
+    # unsupported unless neutral
     image_data: Any = None
     lora_path: Any = None
     return_routed_experts: bool | None = None
@@ -98,302 +97,256 @@ class MemoryTags(msgspec.Struct, forbid_unknown_fields=True):
     tags: list[str] | None = None
 
 
-class SGLangPrompt:
-    """One prompt of a request to /generate, and how its samples are described.
+class SGLangPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a request to /generate."""
+
+    id: str
+    group: PromptGroup
+    params: SGLangSampling
+    first: int
+    """index of its first sample in the response"""
+    score: Sample | None
+    """log-probs of the prompt, if requested"""
+
+
+class SGLangRoutes:
+    """The routes, over one `GenerationService`.
 
     Args:
-        params: its own; `asked`: the whole request.
-        name: by which others may ask for its end.
+        url: of this gateway, which reports itself as a router with one worker.
     """
 
-    def __init__(
-        self,
-        group: tuple[np.ndarray, Sampling],
-        params: SGLangSampling,
-        asked: GenerateRequest,
-        name: str,
-        data: CompletionRoutes,
-    ) -> None:
-        self.group, self.name = group, name
-        self.score: Sample | None = None
-        """of the prompt, where its log-probs are wanted"""
-        self._params, self._asked, self._data = params, asked, data
+    def __init__(self, generation: GenerationService, url: str) -> None:
+        self._generation, self._upstream, self._url = generation, generation.upstream, url
 
-    @property
-    def spelling(self) -> TextOptions:
-        return TextOptions(skip_special=self._params.skip_special_tokens, keep_stop=self._params.no_stop_trim)
+    def public(self, endpoints: Endpoints) -> list[Route]:
+        """Make the routes that sample, and those that change nothing."""
+        get, post = endpoints.get, endpoints.post
+        return [
+            post("/generate", self.generate, GenerateRequest),
+            get("/model_info", self.model_info),
+            get("/get_model_info", self.model_info),
+            get("/v1/loads", self.loads),
+            get("/flush_cache", self.flush_cache),
+            post("/flush_cache", self.flush_cache),
+            get("/workers", self.workers),
+        ]
 
-    def answer(self, sample: Sample, index: int | None = None) -> dict[str, Any]:
-        """Describe a sample. `index`: among all that the request gets; None = among its group's."""
-        ids, params = sample.token_ids.tolist(), self._params
-        by_token = sample.finish_reason == "stop" and sample.stopped_by is None
-        if by_token:
-            shown = ids[:-1] if params.no_stop_trim is not True else ids
-            text = self._data.text.decode(shown, params.skip_special_tokens is not False)
+    def admin(self, endpoints: Endpoints) -> list[Route]:
+        """Make the routes that control the service."""
+        post = endpoints.post
+        return [
+            post("/update_weights_from_disk", self.update_from_disk, UpdateFromDisk),
+            post("/pause_generation", self.pause, PauseRequest),
+            post("/continue_generation", self.resume),
+            post("/abort_request", self.abort, AbortRequest),
+            post("/release_memory_occupation", self.release, MemoryTags),
+            post("/resume_memory_occupation", self.take_back, MemoryTags),
+            *(post(path, refusing(path, instead)) for path, instead in UNSUPPORTED.items()),
+        ]
+
+    # /generate
+
+    async def generate(self, request: Request, body: GenerateRequest) -> Any:
+        generation = self._generation
+        generation.model(body.model)
+        self._refuse_unsupported(body)
+        prompts, batched = await unless_disconnected(request, self._prompts(body))
+        params = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise bad(
+                f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or one per prompt", "sampling_params"
+            )
+        own_params = [each or SGLangSampling() for each in params]
+        ids = [name or generation.new_id("gen") for name in names_of(body.rid, len(prompts))]
+        groups = [self._group(*each, body) for each in zip(prompts, own_params, ids, strict=True)]
+        generation.check_samples(groups)
+        scored = body.logprob_start_len not in (None, -1)
+        scores: list[Sample | None] = await generation.score(request, groups, 0) if scored else [None] * len(groups)
+        first = itertools.accumulate((group.sampling.n for group in groups), initial=0)
+        made = [
+            SGLangPrompt(id=id, group=group, params=own, first=at, score=score)
+            for id, group, own, score, at in zip(ids, groups, own_params, scores, first, strict=False)
+        ]
+        if body.stream:
+            return EventStream(request, self._events(made, body))
+        samples = await generation.sample(request, groups)
+        answers = [
+            self._answer(prompt, sample, body) for prompt, children in zip(made, samples, strict=True) for sample in children
+        ]
+        return answers if batched or len(answers) > 1 else answers[0]
+
+    def _refuse_unsupported(self, body: GenerateRequest) -> None:
+        """Raise HttpError 501 for unsupported fields, and for an adapter that is not loaded."""
+        for name in ("return_routed_experts", "return_hidden_states", "token_ids_logprob", "image_data"):
+            if getattr(body, name) not in (*NEUTRAL, 0):
+                raise not_served(name, "send text" if name == "image_data" else "leave it out", name)
+        adapter, wanted = self._upstream.adapter, body.lora_path
+        if wanted not in NEUTRAL and (adapter is None or wanted != adapter.name):
+            raise not_served(f"lora_path={wanted!r}"[:200], "POST /load_lora_adapter, and give its name", "lora_path")
+
+    async def _prompts(self, body: GenerateRequest) -> tuple[list[list[int]], bool]:
+        """Return the ids of each prompt, and whether the request has a list of prompts. Raises HttpError."""
+        if (body.input_ids is None) == (body.text is None):
+            raise bad("give either input_ids or text", "input_ids")
+        batched = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
+        given: Any = body.text if body.text is not None else body.input_ids
+        prompts = given if batched else [given]
+        field, most = "input_ids" if body.text is None else "text", self._generation.limits.max_prompts
+        if not 1 <= len(prompts) <= most:
+            raise bad(f"{len(prompts)} prompts: must be 1 to {most} (max_prompts)", field)
+        if body.text is not None:
+            return await self._generation.prompts.texts(prompts, True, field), batched
+        if not all(isinstance(ids, list) for ids in prompts) or any(isinstance(id, list) for ids in prompts for id in ids):
+            raise bad("input_ids must be token ids, or a list of lists of token ids", field)
+        return prompts, batched
+
+    def _group(self, ids: list[int], params: SGLangSampling, id: str, body: GenerateRequest) -> PromptGroup:
+        generation = self._generation
+        most = generation.max_tokens(params.max_new_tokens, NEW_TOKENS, len(ids))
+        more = top_logprobs_of(body.top_logprobs_num or 0, "top_logprobs_num") | generation.streaming(body.stream)
+        sampling = sglang_sampling_of(params, most, generation.text.special, **more)
+        text = TextOptions(skip_special=params.skip_special_tokens, keep_stop=params.no_stop_trim)
+        return generation.group(ids, sampling, {id}, text)
+
+    def _answer(self, prompt: SGLangPrompt, sample: Sample, body: GenerateRequest, index: int | None = None) -> dict[str, Any]:
+        """Make the response for a finished sample. index: among all of the request; None: among those of its prompt."""
+        ids, params, text = sample.token_ids.tolist(), prompt.params, self._generation.text
+        if sample.finish_reason == "stop" and sample.stopped_by is None:  # at a token, which is trimmed as well
+            shown = ids if params.no_stop_trim is True else ids[:-1]
+            content = text.decode(shown, params.skip_special_tokens is not False)
         else:
-            text = self._data.text.of(sample, params.skip_special_tokens, params.no_stop_trim)
-        version = sample.weight_versions[-1][1] if sample.weight_versions else self._data.upstream.version
-        meta = self._meta(ids, version) | {
+            content = text.of(sample, params.skip_special_tokens, params.no_stop_trim)
+        version = sample.weight_versions[-1][1] if sample.weight_versions else self._upstream.version
+        meta = self._meta(prompt, ids, sample.logprobs, version, body) | {
             "finish_reason": finish_reason(sample, ids),
             "e2e_latency": sample.seconds,
             "weight_versions": sample.weight_versions,
         }
-        if self._asked.return_logprob:
-            meta["output_token_logprobs"] = pairs(sample.logprobs, ids)
-            meta["input_token_logprobs"] = self._inputs()
         if sample.top_ids is not None:
-            meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in tops(sample)]
-        return {"text": text, "output_ids": ids, "meta_info": meta, "index": sample.index if index is None else index}
+            meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in top_tokens(sample)]
+        return {"text": content, "output_ids": ids, "meta_info": meta, "index": sample.index if index is None else index}
 
-    def part(self, so_far: list[TextChunk], index: int) -> dict[str, Any]:
-        """Describe what there is of a child that runs."""
-        ids = [id for piece in so_far for id in piece.ids]
-        meta = self._meta(ids, self._data.upstream.version) | {"finish_reason": None}
-        if self._asked.return_logprob:
-            meta["output_token_logprobs"] = pairs(np.concatenate([piece.tokens.logprobs for piece in so_far]), ids)
-            meta["input_token_logprobs"] = self._inputs()
-        return {"text": "".join(piece.text for piece in so_far), "output_ids": ids, "meta_info": meta, "index": index}
+    def _meta(
+        self, prompt: SGLangPrompt, ids: list[int], logprobs: np.ndarray, version: int, body: GenerateRequest
+    ) -> dict[str, Any]:
+        counts = {"prompt_tokens": len(prompt.group.prompt), "completion_tokens": len(ids), "cached_tokens": 0}
+        meta: dict[str, Any] = {"id": prompt.id, **counts, "weight_version": str(version), "finish_reason": None}
+        if body.return_logprob:
+            meta["output_token_logprobs"] = entries(logprobs, ids)
+            score, start = prompt.score, max(body.logprob_start_len or 0, 0)
+            meta["input_token_logprobs"] = [] if score is None else entries(score.logprobs, score.token_ids.tolist())[start:]
+        return meta
 
-    def _meta(self, ids: list[int], version: int) -> dict[str, Any]:
-        counts = {"prompt_tokens": len(self.group[0]), "completion_tokens": len(ids), "cached_tokens": 0}
-        return {"id": self.name, **counts, "weight_version": str(version)}
+    async def _events(self, prompts: list[SGLangPrompt], body: GenerateRequest) -> Contents:
+        """Yield the events of a stream; each has all tokens of a child so far."""
+        so_far: dict[int, list[TextChunk]] = {}
+        sent: dict[int, int] = {}
+        """tokens in the last event of each child"""
+        async with aclosing(self._generation.stream([prompt.group for prompt in prompts])) as chunks:
+            async for chunk in chunks:
+                prompt = prompts[chunk.group]
+                index = prompt.first + chunk.index
+                if chunk.sample is not None:
+                    yield self._answer(prompt, chunk.sample, body, index)
+                    continue
+                so_far.setdefault(index, []).append(chunk)
+                before, count = sent.get(index, 0), chunk.first + len(chunk.token_ids)
+                if count - before >= before // GROWTH:
+                    sent[index] = count
+                    yield self._partial_answer(prompt, so_far[index], body, index)
 
-    def _inputs(self) -> list[list[Any]]:
-        return [] if self.score is None else inputs(self.score, self._asked.logprob_start_len or 0)
+    def _partial_answer(
+        self, prompt: SGLangPrompt, so_far: list[TextChunk], body: GenerateRequest, index: int
+    ) -> dict[str, Any]:
+        ids = [id for chunk in so_far for id in chunk.ids]
+        logprobs = np.concatenate([chunk.logprobs for chunk in so_far])
+        meta = self._meta(prompt, ids, logprobs, self._upstream.version, body)
+        return {"text": "".join(chunk.text for chunk in so_far), "output_ids": ids, "meta_info": meta, "index": index}
 
+    # status
 
-class SGLang:
-    """The routes, over one `Upstream`.
+    async def model_info(self, request: Request) -> dict[str, Any]:
+        await self._upstream.status()
+        model, version = self._upstream.info.model, str(self._upstream.version)
+        return {"model_path": model, "tokenizer_path": model, "is_generation": True, "weight_version": version}
 
-    Args:
-        url: of this facade: it is its own router, with itself as the one worker.
-    """
-
-    def __init__(self, data: CompletionRoutes, upstream: Upstream, bodies: BodyReader, url: str) -> None:
-        self._data, self.upstream, self.bodies, self._url = data, upstream, bodies, url
-        kinds = (GenerateRequest, UpdateFromDisk, PauseRequest, AbortRequest, MemoryTags)
-        self._decoders: dict[Any, Any] = {kind: msgspec.json.Decoder(kind) for kind in kinds}
-
-    def looks(self) -> list[Route]:
-        """Routes that change nothing, and the one that samples."""
-        return [
-            Route("POST", "/generate", self.generate),
-            Route("GET", "/health_generate", self.health),
-            Route("GET", "/get_weight_version", self.weight_version),
-            Route("GET", "/model_info", self.model_info),
-            Route("GET", "/get_model_info", self.model_info),
-            Route("GET", "/v1/loads", self.loads),
-            Route("GET", "/flush_cache", self.flush_cache),
-            Route("POST", "/flush_cache", self.flush_cache),
-            Route("GET", "/workers", self.workers),
-        ]
-
-    def routes(self) -> list[Route]:
-        """Routes of administrators."""
-        return [
-            Route("POST", "/update_weights_from_disk", self.update_from_disk),
-            Route("POST", "/pause_generation", self.pause),
-            Route("POST", "/continue_generation", self.resume),
-            Route("POST", "/abort_request", self.abort),
-            Route("POST", "/release_memory_occupation", self.release),
-            Route("POST", "/resume_memory_occupation", self.take_back),
-            *(Route("POST", path, refusing(path, instead)) for path, instead in ELSEWHERE.items()),
-        ]
-
-    async def generate(self, request: Request) -> Answer:
-        asked: GenerateRequest = await self.bodies.decode(request, self._decoders[GenerateRequest])
-        self._data.name(asked.model)
-        refuse(asked)
-        self._check_adapter(asked.lora_path)
-        prompts, batched = await unless_gone(request, self._prompts(asked))
-        params = asked.sampling_params if isinstance(asked.sampling_params, list) else [asked.sampling_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise bad(f"{len(params)} sampling_params for {len(prompts)} prompts: must be as many, or one", "sampling_params")
-        names = names_of(asked.rid, len(prompts))
-        wanted = [
-            SGLangPrompt(
-                self._group(ids, own or SGLangSampling(), asked),
-                own or SGLangSampling(),
-                asked,
-                name or self._data.id("gen"),
-                self._data,
-            )
-            for ids, own, name in zip(prompts, params, names, strict=True)
-        ]
-        groups, start = [one.group for one in wanted], asked.logprob_start_len
-        self._data.check_samples(groups)
-        if start is not None and start != -1:
-            scores = await unless_gone(request, self.upstream.score(*self._data.scoring(groups, 0)))
-            for one, score in zip(wanted, scores, strict=True):
-                one.score = score
-        if asked.stream:
-            return EventStream(request, sglang_events(self._data, wanted))
-        children = await unless_gone(request, self.upstream.generate(groups, [[one.name] for one in wanted]))
-        answers = [one.answer(sample) for one, samples in zip(wanted, children, strict=True) for sample in samples]
-        return json(answers if batched or len(answers) > 1 else answers[0])
-
-    def _check_adapter(self, name: Any) -> None:
-        """Raise HttpError for an adapter that is not the loaded one."""
-        loaded = self.upstream.adapter
-        if name not in NEUTRAL and (loaded is None or name != loaded.name):
-            raise not_served(f"lora_path={name!r}"[:200], "POST /load_lora_adapter, and give its name", "lora_path")
-
-    async def _prompts(self, asked: GenerateRequest) -> tuple[list[list[int]], bool]:
-        """Return the ids of each prompt, and whether they came as a list. Raises HttpError."""
-        if (asked.input_ids is None) == (asked.text is None):
-            raise bad("give input_ids or text, one of the two", "input_ids")
-        batched = isinstance(asked.text, list) or bool(asked.input_ids and isinstance(asked.input_ids[0], list))
-        given: Any = asked.text if asked.text is not None else asked.input_ids
-        prompts = given if batched else [given]
-        field = "input_ids" if asked.text is None else "text"
-        if not 1 <= len(prompts) <= self._data.bounds.max_prompts:
-            raise bad(f"{len(prompts)} prompts: must be 1 to {self._data.bounds.max_prompts} (max_prompts)", field)
-        if asked.text is not None:
-            return await self._data.prompts.texts(prompts, True, field), batched
-        if not all(isinstance(ids, list) for ids in prompts) or any(isinstance(id, list) for ids in prompts for id in ids):
-            raise bad("input_ids must be token ids, or a list of prompts that are", field)
-        return prompts, batched
-
-    def _group(self, ids: list[int], params: SGLangSampling, asked: GenerateRequest) -> tuple[np.ndarray, Sampling]:
-        info = self.upstream.info
-        tokens = max_tokens_of(params.max_new_tokens, NEW_TOKENS, len(ids), info.context, info.limits)
-        more = top_logprobs_of(asked.top_logprobs_num or 0, "top_logprobs_num") | self._data.streaming(bool(asked.stream))
-        sampling = sglang_sampling_of(params, tokens, self._data.text.special, **more)
-        return self.upstream.check(ids, sampling), sampling
-
-    async def health(self, request: Request) -> Response:
-        await self.upstream.status()
-        return json({"status": "ok"})
-
-    async def weight_version(self, request: Request) -> Response:
-        await self.upstream.status()
-        return json({"weight_version": str(self.upstream.version)})
-
-    async def model_info(self, request: Request) -> Response:
-        await self.upstream.status()
-        model = self.upstream.info.model
-        return json(
-            {"model_path": model, "tokenizer_path": model, "is_generation": True, "weight_version": str(self.upstream.version)}
-        )
-
-    async def loads(self, request: Request) -> Response:
+    async def loads(self, request: Request) -> dict[str, Any]:
         only_parameters(request, "include", "dp_rank")
-        status = await self.upstream.status()
+        status = await self._upstream.status()
         running, waiting = int(status.get("running", 0)), int(status.get("waiting", 0))
+        total = running + waiting
         load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
-        load |= {"num_total_reqs": running + waiting, "num_reqs": running + waiting}
-        total = {"total_reqs": running + waiting, "total_running_reqs": running, "total_waiting_reqs": waiting}
-        return json({"loads": [load], "aggregate": total, "num_reqs": running + waiting, "num_total_reqs": running + waiting})
+        sums = {"num_reqs": total, "num_total_reqs": total}
+        aggregate = {"total_reqs": total, "total_running_reqs": running, "total_waiting_reqs": waiting}
+        return {"loads": [load | sums], "aggregate": aggregate, **sums}
 
-    async def flush_cache(self, request: Request) -> Response:
-        """Do nothing: KV knows which weights made it, and none of others is used without being asked for."""
-        return json({"success": True})
+    async def flush_cache(self, request: Request) -> dict[str, Any]:
+        """Do nothing: KV blocks record their weight version, and those of other versions are not used unless requested."""
+        return {"success": True}
 
-    async def workers(self, request: Request) -> Response:
+    async def workers(self, request: Request) -> dict[str, Any]:
         worker = {"id": "0", "url": self._url, "worker_type": "regular", "is_healthy": True}
-        return json({"workers": [worker], "total": 1, "urls": [self._url]})
+        return {"workers": [worker], "total": 1, "urls": [self._url]}
 
-    async def update_from_disk(self, request: Request) -> Response:
-        asked: UpdateFromDisk = await self.bodies.decode(request, self._decoders[UpdateFromDisk])
-        if asked.load_format not in (None, "auto", "safetensors"):
-            raise not_served(f"load_format={asked.load_format!r}"[:200], "write safetensors", "load_format")
-        version = str(asked.weight_version) if asked.weight_version is not None else ""
-        kv: KVPolicy = "abort" if asked.abort_all_requests else "recompute" if asked.flush_cache else "keep"
+    # control
+
+    async def update_from_disk(self, request: Request, body: UpdateFromDisk) -> dict[str, Any]:
+        if body.load_format not in (None, "auto", "safetensors"):
+            raise not_served(f"load_format={body.load_format!r}"[:200], "write safetensors", "load_format")
+        version = str(body.weight_version) if body.weight_version is not None else ""
         wanted = int(version) if version.isdecimal() and len(version) < 19 else None
-        live = await load_folder(self.upstream, asked.model_path, wanted, kv, "model_path")
-        return json(
-            {"success": True, "message": f"version {live} is live", "num_paused_requests": 0, "weight_version": str(live)}
-        )
+        kv: KVPolicy = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"
+        live = await load_folder(self._upstream, body.model_path, wanted, kv, "model_path")
+        return {"success": True, "message": f"version {live} is live", "num_paused_requests": 0, "weight_version": str(live)}
 
-    async def pause(self, request: Request) -> Response:
-        asked: PauseRequest = await self.bodies.decode(request, self._decoders[PauseRequest])
-        if asked.mode not in ("abort", "in_place", "retract"):
-            raise bad(f"mode={asked.mode!r}: must be abort, in_place or retract"[:200], "mode")
-        await self.upstream.control(self.upstream.client.pause)
-        if asked.mode == "abort":
-            await self.upstream.control(self.upstream.client.abort_all)
-        self.upstream.kv = "keep" if asked.mode == "in_place" else "recompute"
-        return json({"status": "ok", "success": True})
+    async def pause(self, request: Request, body: PauseRequest) -> dict[str, Any]:
+        if body.mode not in ("abort", "in_place", "retract"):
+            raise bad(f"mode={body.mode!r}: must be abort, in_place or retract"[:200], "mode")
+        await self._upstream.control(self._upstream.client.pause)
+        if body.mode == "abort":
+            await self._upstream.control(self._upstream.client.abort_all)
+        self._upstream.kv_policy = "keep" if body.mode == "in_place" else "recompute"
+        return {"status": "ok", "success": True}
 
-    async def resume(self, request: Request) -> Response:
-        await self.bodies.read(request)
-        await self.upstream.control(self.upstream.client.resume)
-        return json({"status": "ok", "success": True})
+    async def resume(self, request: Request) -> dict[str, Any]:
+        await self._upstream.control(self._upstream.client.resume)
+        return {"status": "ok", "success": True}
 
-    async def abort(self, request: Request) -> Response:
-        asked: AbortRequest = await self.bodies.decode(request, self._decoders[AbortRequest])
-        if not asked.abort_all and not asked.rid:
+    async def abort(self, request: Request, body: AbortRequest) -> dict[str, Any]:
+        if not body.abort_all and not body.rid:
             raise bad("give rid, or abort_all", "rid")
-        aborted = self.upstream.abort_own() if asked.abort_all else self.upstream.abort([asked.rid or ""])
-        return json({"success": True, "aborted": aborted})
+        return {"success": True, "aborted": self._generation.abort(None if body.abort_all else [body.rid or ""])}
 
-    async def release(self, request: Request) -> Response:
-        asked: MemoryTags = await self.bodies.decode(request, self._decoders[MemoryTags])
-        if asked.tags:
-            raise not_served("tags", "leave it out: weights and KV go together, and may come back apart", "tags")
-        return json({"success": True, "freed_bytes": await self.upstream.control(self.upstream.client.sleep)})
+    async def release(self, request: Request, body: MemoryTags) -> dict[str, Any]:
+        if body.tags:
+            raise not_served(
+                "tags", "leave it out: weights and KV are released together, and may be resumed one by one", "tags"
+            )
+        return {"success": True, "freed_bytes": await self._upstream.control(self._upstream.client.sleep)}
 
-    async def take_back(self, request: Request) -> Response:
-        asked: MemoryTags = await self.bodies.decode(request, self._decoders[MemoryTags])
-        await wake(self.upstream, asked.tags)
-        return json({"success": True})
-
-
-def refuse(asked: GenerateRequest) -> None:
-    """Raise HttpError 501 for what is not there."""
-    wanted: dict[str, str] = {
-        "image_data": "send text alone",
-        "return_routed_experts": "leave it out",
-        "return_hidden_states": "leave it out",
-        "token_ids_logprob": "leave it out",
-    }
-    for name, instead in wanted.items():
-        if getattr(asked, name) not in (*NEUTRAL, 0):
-            raise not_served(name, instead, name)
+    async def take_back(self, request: Request, body: MemoryTags) -> dict[str, Any]:
+        await wake(self._upstream, body.tags)
+        return {"success": True}
 
 
-def inputs(score: Sample, start: int) -> list[list[Any]]:
-    """List the log-probs of a prompt's tokens behind the one at `start`, as SGLang does."""
-    return pairs(score.logprobs, score.token_ids.tolist())[max(start, 0) :]
-
-
-def pairs(logprobs: np.ndarray, ids: list[int]) -> list[list[Any]]:
-    """List log-probs of tokens, as SGLang does."""
+def entries(logprobs: np.ndarray, ids: list[int]) -> list[list[Any]]:
+    """List log-probs of tokens as SGLang does."""
     return [[logprob, id, None] for logprob, id in zip(logprobs.tolist(), ids, strict=True)]
 
 
 def names_of(rid: str | list[str] | None, prompts: int) -> list[str | None]:
-    """Return the name that each prompt was given. Raises HttpError."""
+    """Return the id that the request gives each prompt. Raises HttpError."""
     names: list[str | None] = [*rid] if isinstance(rid, list) else [rid] * prompts
     if len(names) != prompts:
-        raise bad(f"{len(names)} rid for {prompts} prompts: must be as many, or one for all", "rid")
-    return [name_of(name, "rid") for name in names]
+        raise bad(f"{len(names)} rid for {prompts} prompts: give one, or one per prompt", "rid")
+    return [checked_name(name, "rid") for name in names]
 
 
 def finish_reason(sample: Sample, ids: list[int]) -> dict[str, Any]:
-    """Tell how a sample ended, as SGLang does."""
+    """Return the end of a sample as SGLang does."""
     if sample.finish_reason == "stop":
         return {"type": "stop", "matched": sample.stopped_by or (ids[-1] if ids else None)}
     if sample.finish_reason == "length":
         return {"type": "length", "length": len(ids)}
     return {"type": "abort", "message": f"the sample ended as {sample.finish_reason!r}"}
-
-
-async def sglang_events(data: CompletionRoutes, asked: list[SGLangPrompt]) -> Contents:
-    """Yield the events of SGLang's /generate: all of a child so far, in each."""
-    groups = [one.group for one in asked]
-    firsts = [0, *accumulate(sampling.n for _, sampling in groups)]
-    so_far: dict[int, list[TextChunk]] = {}
-    sent: Counter[int] = Counter()
-    """tokens of each child in its last event"""
-    async with aclosing(data.children(groups, [one.spelling for one in asked], [[one.name] for one in asked])) as new:
-        async for piece in new:
-            index = firsts[piece.group] + piece.index
-            if piece.sample is not None:
-                yield asked[piece.group].answer(piece.sample, index)
-                continue
-            so_far.setdefault(index, []).append(piece)
-            count = piece.tokens.first + len(piece.tokens.token_ids)
-            if count - sent[index] >= sent[index] // GROWTH:
-                sent[index] = count
-                yield asked[piece.group].part(so_far[index], index)

@@ -8,8 +8,8 @@ from engine.types import Group, Limits, Sampling
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
 from transport import messages as m
+from transport.columns import unpack_partials
 from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
-from transport.partial import unpack_partials
 from transport.weights import capabilities
 
 
@@ -90,7 +90,7 @@ def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: s
         version=engine.version,
         digest=engine.weights.digest,
         limits=limits,
-        capabilities=(m.TAKEN, m.DIGESTS, *capabilities(engine.model.device)),
+        capabilities=(m.DIGESTS, *capabilities(engine.model.device)),
         arithmetic=engine.arithmetic,
         starts=starts,
         groups=m.digests(held.digest for held in session.groups.values()),

@@ -35,7 +35,7 @@ from rollout.service.persistence import Persistence
 from transport.errors import RolloutError
 from transport.frames import Frame
 
-FILE_VERSION = 2
+FILE_VERSION = 3
 CHECKPOINT_S = 1.0
 
 TABLES = """
@@ -102,7 +102,7 @@ class JournaledGroup(NamedTuple):
     age_s: float
     """since it was accepted, the time in which no service ran included"""
     ended: dict[int, tuple[FinishReason, list[Frame] | None]]
-    """children that have ended, by index: how, and the SampleDone, unless it was acked"""
+    """children that have ended, by index: how, and the SamplesDone, unless it was acked"""
 
 
 class Journal(Persistence):

@@ -18,6 +18,7 @@ from rollout.service.journal import Journal, JournaledGroup
 from rollout.service.running import Running
 from rollout.service.session import HeldGroup, Session, Sessions
 from transport import messages as m
+from transport.columns import unpack_samples
 from transport.errors import RolloutError
 from transport.frames import Decoder, Frame
 
@@ -76,16 +77,16 @@ def submit_of(group: JournaledGroup) -> m.Submit:
 
 
 def sample_of(frames: Sequence[Frame] | None, index: int, group: Group) -> Sample | None:
-    """Return the child that a SampleDone of the journal is about; None: its client has it. Raises ProtocolError,
-    ValueError."""
+    """Return the sample in a SamplesDone of the journal; None: its client has it. Raises ProtocolError, ValueError."""
     if index not in group.wanted:
         raise ValueError("the group has no such child")
     if frames is None:
         return None
     done = Decoder[m.ServiceMessage](m.ServiceMessage, TAKEN_BEFORE).unpack(frames)
-    if not isinstance(done, m.SampleDone) or done.sample.index != index:
+    samples = unpack_samples(done) if isinstance(done, m.SamplesDone) else []
+    if [sample.index for sample in samples] != [index]:
         raise ValueError("its message is not that child")
-    return done.sample
+    return samples[0]
 
 
 def rest(whole: Group, kept: JournaledGroup) -> Group:

@@ -15,18 +15,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from engine.types import Sample
+from engine.types import Sample, no_tokens
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import GroupNames
 from rollout.service.persistence import Persistence
 from rollout.service.streaming import Streaming
+from transport.columns import pack_samples
 from transport.errors import Busy
 from transport.frames import Frame, frame_bytes, pack
-from transport.messages import BATCHES, DIGESTS, GATHERS, TAKEN, Alive, SampleDone
-from transport.progress import columns_of, pack_samples, sample_bytes
+from transport.messages import DIGESTS, GATHERS, Alive
 
 log = logger(__name__)
 
@@ -95,8 +94,6 @@ class Session:
         """of heartbeats; both on the service's clock"""
         self.digests = False
         """it takes the digest of the weights with their version"""
-        self.paced = False
-        """it waits to be told what was taken"""
         self.taken_bytes = 0
         """of messages taken from this connection since Welcome"""
         self._reported_bytes = 0
@@ -107,8 +104,8 @@ class Session:
         self.samples = 0
         """sum of n over `groups`"""
         self.unacked_bytes = 0
-        self.batches = self.gathers = False
-        """it takes many samples in one message; these may wait for each other"""
+        self.gathers = False
+        """its samples may wait for each other"""
         self._queue: deque[UnackedSample | list[Frame]] = deque()
         """samples, and frames of replies"""
         self._packed: list[Frame] = []
@@ -143,8 +140,7 @@ class Session:
     def greeted(self, capabilities: Collection[str], now: float) -> None:
         """Note what its client can do, and that it was heard."""
         self.last_received_at = self.last_sent_at = now
-        self.paced, self.digests = TAKEN in capabilities, DIGESTS in capabilities
-        self.batches, self.gathers = BATCHES in capabilities, GATHERS in capabilities
+        self.digests, self.gathers = DIGESTS in capabilities, GATHERS in capabilities
 
     def report(self, alive: Alive, now: float) -> None:
         """Queue a heartbeat."""
@@ -154,8 +150,8 @@ class Session:
     def beat(self, alive: Alive) -> list[Frame]:
         """Make a heartbeat with what this client understands: what was taken from it, the digest of the weights."""
         self._reported_bytes = self.taken_bytes
-        taken, digest = self.taken_bytes if self.paced else 0, alive.digest if self.digests else ""
-        return pack(msgspec.structs.replace(alive, taken_bytes=taken, digest=digest))
+        digest = alive.digest if self.digests else ""
+        return pack(msgspec.structs.replace(alive, taken_bytes=self.taken_bytes, digest=digest))
 
     def reached(self, reaches: Callable[[bytes, list[Frame]], bool], alive: Alive) -> bool:
         """Whether its connection has not ended: a heartbeat finds out. reaches: of the transport."""
@@ -197,7 +193,7 @@ class Session:
         if not held.running:
             self.streaming.drop(held.group_id)
         if self.record.lasting:
-            frames = pack(SampleDone(named(sample, held.group_id)))
+            frames = pack(pack_samples([held.group_id], [sample]))
             self.record.ended(held.engine_id, sample.index, sample.finish_reason, frames)
         self.keep(held, sample)
 
@@ -260,34 +256,26 @@ class Session:
 
     def _pack(self) -> list[Frame]:
         """Make one message of the samples that are next; none of those that were acked or dropped meanwhile."""
-        samples, names, size, first = list[Sample](), list[str](), 0, (False, 0)
-        most, most_bytes = BATCH_SAMPLES if self.batches else 1, min(BATCH_BYTES, max(FIRST_BYTES, self._carried))
-        while self._queue and len(samples) < most:
+        samples, names, size = list[Sample](), list[str](), 0
+        most_bytes = min(BATCH_BYTES, max(FIRST_BYTES, self._carried))
+        while self._queue and len(samples) < BATCH_SAMPLES:
             entry = self._queue[0]
             if isinstance(entry, list):
                 break
             held, sample, more = entry
             if sample.index in held.unacked:
-                size, columns = size + more, columns_of(sample)
-                if samples and (size > most_bytes or columns != first):
+                size = size + more
+                if samples and (size > most_bytes or sample.layout != samples[0].layout):
                     break
-                first = columns
                 samples.append(sample)
                 names.append(held.group_id)
             self._queue.popleft()
-        if len(samples) == 1:
-            return pack(SampleDone(named(samples[0], names[0])))
         return pack(pack_samples(names, samples)) if samples else []
 
 
 def kept_bytes(sample: Sample) -> int:
     """Count what a sample takes that is kept for its client."""
-    return sample_bytes(sample) + SAMPLE_OVERHEAD
-
-
-def named(sample: Sample, group_id: str) -> Sample:
-    """Name a sample as its client does."""
-    return msgspec.structs.replace(sample, group_id=group_id)
+    return sample.nbytes + SAMPLE_OVERHEAD
 
 
 class Sessions:
@@ -360,14 +348,4 @@ class Sessions:
 
 def without_tokens(sample: Sample, reason: str) -> Sample:
     """Make what is delivered in place of a sample that there is no room to keep."""
-    return msgspec.structs.replace(
-        sample,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        raw_logprobs=None,
-        top_ids=None,
-        top_logprobs=None,
-        weight_versions=[],
-        finish_reason="error",
-        error=reason,
-    )
+    return msgspec.structs.replace(sample, finish_reason="error", error=reason, **no_tokens().columns())

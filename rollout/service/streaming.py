@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from engine.types import Group, TokenChunk
 from rollout.service.engine_api import EngineLike
+from transport.columns import pack_progress
 from transport.messages import Progress
-from transport.progress import pack_progress
 
 MOST_TOKENS = 16_384
 """of one Progress"""

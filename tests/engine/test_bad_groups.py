@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import INTEGERS, MAY_BE_NONE, NUMBERS, Group, Limits, Sampling
+from engine.types import INTEGER_FIELDS, NUMBER_FIELDS, OPTIONAL_FIELDS, Group, Limits, Sampling
 from rollout.service.admission import check_sample_frames
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
@@ -32,13 +32,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"max_tokens": bad}, f"max_tokens={bad}: must be between 1 and 100 (Limits.max_tokens)") for bad in (0, 101, 2**40)),
     *(({"min_tokens": bad}, f"min_tokens={bad}: must be between 0 and max_tokens=4") for bad in (-1, 5)),
     *(({"temperature": bad}, f"temperature={bad}: must be 0 (greedy)") for bad in (NAN, INF, -INF, -0.1)),
-    ({"temperature": 1e-9}, "temperature=1e-09: too small to divide by; use 0 for greedy"),
+    ({"temperature": 1e-9}, "temperature=1e-09: must be 0 (greedy) or between 0.001 and 100"),
     *(({"top_p": bad}, f"top_p={bad}: must be in (0, 1]") for bad in (NAN, INF, 0.0, -0.5, 1.1)),
     *(({"min_p": bad}, f"min_p={bad}: must be in [0, 1)") for bad in (NAN, -0.1, 1.0)),
     *(({"top_k": bad}, f"top_k={bad}") for bad in (-1, 2**31)),
     *(({"seed": bad}, f"seed={bad}") for bad in (-1, 2**63)),
     *(({"stop_token_ids": (bad,)}, f"stop_token_ids holds {bad}") for bad in (-1, VOCAB)),
-    ({"stop_token_ids": (1, 2, 3)}, "3 stop_token_ids: at most 2 (Limits.max_stop_token_ids)"),
+    ({"stop_token_ids": (1, 2, 3)}, "3 entries of stop_token_ids: at most 2 (Limits.max_stop_token_ids)"),
     *(({"max_kv_lag": bad}, f"max_kv_lag={bad}: must be between 0 and 3 (Limits.max_kv_lag)") for bad in (-1, 4)),
     *(({"max_version_lag": bad}, f"max_version_lag={bad}: must be None or between 0 and 3") for bad in (-1, 4)),
     *(({"finish_after": bad}, f"finish_after={bad}: must be None or between 1 and n=2") for bad in (0, 3)),
@@ -50,7 +50,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"logit_bias": {1: bad}}, f"logit_bias of token 1 is {bad}: must be between") for bad in (NAN, INF, -101.0, 101)),
     ({"logit_bias": {1: 0.0, 2: 0.0, 3: 0.0}}, "3 entries of logit_bias: at most 2 (Limits.max_logit_bias)"),
     *(({"allowed_token_ids": (bad,)}, f"allowed_token_ids holds {bad}") for bad in (-1, VOCAB)),
-    ({"allowed_token_ids": ()}, "allowed_token_ids=(): no token is left to draw"),
+    ({"allowed_token_ids": ()}, "allowed_token_ids=(): no token is left to sample"),
     ({"allowed_token_ids": (1, 2, 3, 4)}, "4 entries of allowed_token_ids: at most 3 (Limits.max_allowed_token_ids)"),
     *(({"repetition_penalty": bad}, f"repetition_penalty={bad}: must be between") for bad in (NAN, 0.0, -1.0, INF)),
     *(({"presence_penalty": bad}, f"presence_penalty={bad}: must be between -2 and 2") for bad in (NAN, -2.1, 2.1)),
@@ -63,9 +63,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_every": -1}, "stream_every=-1: must be 0 (off)"),
     *(({"kv_ttl_s": bad}, f"kv_ttl_s={bad}: must be") for bad in (NAN, -1.0, 3601.0)),
     *(({"top_logprobs": bad}, f"top_logprobs={bad}: must be between 0 and 20 (Limits.max_top_logprobs)") for bad in (-1, 21)),
-    *(({name: bad}, f"{name}={bad!r}: must be an integer") for name in INTEGERS for bad in (True, 2.0, np.float32(2), "2")),
-    *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBERS for bad in (True, "2", np.array(1.0))),
-    *(({name: None}, f"{name}=None: must be a") for name in {*INTEGERS, *NUMBERS} - MAY_BE_NONE),
+    *(
+        ({name: bad}, f"{name}={bad!r}: must be an integer")
+        for name in INTEGER_FIELDS
+        for bad in (True, 2.0, np.float32(2), "2")
+    ),
+    *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBER_FIELDS for bad in (True, "2", np.array(1.0))),
+    *(({name: None}, f"{name}=None: must be a") for name in {*INTEGER_FIELDS, *NUMBER_FIELDS} - OPTIONAL_FIELDS),
     *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids")),
     ({"logit_bias": {1.0: 1.0}}, "logit_bias holds 1.0: must be integers"),
     ({"logit_bias": {1: "1"}}, "logit_bias holds '1': must be numbers"),

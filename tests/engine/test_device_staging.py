@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from engine import memory as engine_memory  # noqa: E402
 from engine.memory import anonymous  # noqa: E402
 from engine.types import TensorInfo  # noqa: E402
+from engine.weights.buffers import RefreshBuffers  # noqa: E402
 from engine.weights.live import Weights  # noqa: E402
 from engine.weights.staging import Staging  # noqa: E402
 from engine.weights.tensors import InvalidWeights, describe, flat_bytes, with_digest  # noqa: E402
@@ -99,7 +100,7 @@ def test_it_is_the_refresh_that_host_memory_makes(sent: torch.dtype, driver: Hos
         other.commit(twin)
         assert weights.version == version and weights.digest == other.digest == weights.live_digest()
         assert all(torch.equal(live(weights)[name], tensor.to(torch.bfloat16)) for name, tensor in named.items())
-        assert weights._staged_in is None and weights._buffer is None
+        assert weights._buffers.staged is None and weights._buffers.host is None
     assert [tensor.data_ptr() for tensor in weights.inventory.tensors.values()] == before
 
 
@@ -145,7 +146,7 @@ def test_other_bytes_than_the_manifest_s_are_refused(name: str) -> None:
     memory, named = FakeDeviceMemory(), tensors(1)
     weights = Weights(module(), memory=memory)
     staging = staged(weights, named, spoiled(named, name, 0.5))
-    with pytest.raises(InvalidWeights, match=f"'{name}': the bytes are not those of the manifest's digest"):
+    with pytest.raises(InvalidWeights, match=f"'{name}': the bytes do not match the manifest's digest"):
         settled(weights, memory, staging)
 
 
@@ -163,7 +164,7 @@ def test_without_room_it_is_staged_in_host_memory() -> None:
     memory = FakeDeviceMemory(rooms=100)
     weights, named = Weights(module(), memory=memory), tensors(1)
     staging = staged(weights, named)
-    assert staging.complete and weights._buffer is not None and not memory.taken_rooms
+    assert staging.complete and weights._buffers.host is not None and not memory.taken_rooms
     weights.commit(staging)
     assert torch.equal(live(weights)["embed"], named["embed"])
 
@@ -179,7 +180,7 @@ def test_closing_in_the_middle_gives_the_room_back_when_the_device_is_done() -> 
     memory.streams.compute.synchronize()
     staging.close()
     staging.close()
-    assert done == ["copied"] and weights._staged_in is None and memory.trims and not weights.staging
+    assert done == ["copied"] and weights._buffers.staged is None and memory.trims and not weights.staging
     assert not staging._parts
     again = weights.begin(manifest_of(tensors(2)), on_device=True)
     memory.settle()
@@ -194,7 +195,7 @@ def test_dropped_weights_are_written_where_they_are(driver: HostDriver | None) -
     weights.restore_memory()
     staging = staged(weights, named)
     settled(weights, memory, staging)
-    assert not memory.taken_rooms and weights._buffer is None
+    assert not memory.taken_rooms and weights._buffers.host is None
     weights.commit(staging)
     assert weights.live_digest() == weights.digest and torch.equal(live(weights)["embed"], named["embed"])
 
@@ -204,14 +205,14 @@ def test_a_failure_in_the_exchange_is_undone(monkeypatch: pytest.MonkeyPatch) ->
     weights = Weights(module(), memory=memory)
     staging = staged(weights, tensors(1))
     settled(weights, memory, staging)
-    slices = Weights._slices
+    slices = RefreshBuffers.slices
 
-    def failing(self: Weights, name: str) -> Any:
+    def failing(self: RefreshBuffers, name: str) -> Any:
         if name == "bias":
             raise RuntimeError("no")
         return slices(self, name)
 
-    monkeypatch.setattr(Weights, "_slices", failing)
+    monkeypatch.setattr(RefreshBuffers, "slices", failing)
     with pytest.raises(RuntimeError, match="no"):
         weights.commit(staging)
     assert not any(tensor.any() for tensor in live(weights).values()) and weights.version == 0 and not weights.torn

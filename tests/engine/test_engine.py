@@ -309,7 +309,7 @@ def test_offload_memory_that_holds_no_block() -> None:
 
 
 def test_more_memory_than_there_is() -> None:
-    with pytest.raises(ValueError, match=r"KV pool of .* GiB is more than the .* GiB that are free"):
+    with pytest.raises(ValueError, match=r"KV pool of .* GiB is more than the .* GiB of free memory"):
         engine(kv_tokens=None, kv_gib=1e6)
 
 

@@ -18,7 +18,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 LLAMA4 = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4}
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40,
           "llama_4_scaling_beta": 0.5}  # fmt: skip
-ELSE = "computes something else"
+ELSE = "log-probs differ from those of the model's own forward"
 CASES = {
     "a window in the mask only": ("qwen2_moe", FP32, {"use_sliding_window": True, "sliding_window": 100,
                                   "max_window_layers": 4, "num_hidden_layers": 4}, ELSE),

@@ -177,7 +177,7 @@ def of_ends(width: int = 100) -> Model:
 def test_a_function_that_depends_on_the_batch_is_named(isa: str, caplog: pytest.LogCaptureFixture) -> None:
     computes = equip(of_ends(), isa)
     assert computes.batch_invariant is False and computes.arithmetic.endswith("/batch")
-    assert "other bits than among" in computes.why and "samples depend on their batch" in caplog.text
+    assert "other bits than with" in computes.why and "samples depend on the batch" in caplog.text
     with pytest.raises(ValueError, match="whose numbers depend on the batch"):
         use_exact(tiny("llama"), computes.arithmetic)
 

@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import fused_kernels  # noqa: E402
 from engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
 from engine.devices import CpuDevice, fuse  # noqa: E402
@@ -21,6 +20,7 @@ from engine.forward.model import Model  # noqa: E402
 from engine.kv import fp8  # noqa: E402
 from engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
 from engine.memory import HostMemory  # noqa: E402
+from tests.support.configs import engine_config
 from tests.support.cuda_launches import launches_per_layer  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
@@ -36,8 +36,15 @@ def decoder(module: Any) -> tuple[FusedDecoder, Model]:
     return FusedDecoder(model.module, asked, fused_kernels), model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", torch.bfloat16),
+        ("qwen2", torch.float32),
+        pytest.param("qwen3", torch.float32, marks=pytest.mark.long),
+        pytest.param("qwen2", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_the_logits_of_the_module(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
     options = SMALL | ({"head_dim": 24} if family == "qwen3" else {})
@@ -95,8 +102,8 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
 def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
     monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
-    monkeypatch.setattr("engine.worker.judge", lambda served: None)  # seconds in the interpreter; what follows compares more
-    settings = EngineConfig(
+    monkeypatch.setattr("engine.worker.judge", lambda served: None)  # takes seconds in the interpreter
+    settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
         cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,
     )  # fmt: skip
@@ -156,7 +163,7 @@ def test_fp8_is_stored_as_the_numbers_in_bf16_would_be() -> None:
 
 def test_steps_of_one_token_are_served() -> None:
     """The least that `max_batch_tokens` may be: what is tried at load fits there too."""
-    settings = EngineConfig(
+    settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=64, max_num_seqs=1, max_batch_tokens=1,
         cpu_offload_gib=0, cuda_graphs=False,
     )  # fmt: skip

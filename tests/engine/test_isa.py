@@ -56,7 +56,7 @@ def test_what_the_cpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_device_has_none() -> None:
-    with pytest.raises(ValueError, match="isa='avx2' is of the CPU: leave it out with device=cuda"):
+    with pytest.raises(ValueError, match="isa='avx2' is for the CPU: leave it out with device=cuda"):
         device_of(EngineConfig(isa="avx2", device="cuda"))
 
 
@@ -79,9 +79,9 @@ def test_forced(name: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_the_engine_chooses_the_kernels_of_a_model_that_it_is_given() -> None:
     given = Engine(EngineConfig(dtype="float32", isa="torch", kv_tokens=64), Model(tiny("llama"), "tiny"))
     assert given.status()["isa"] == "torch" and given.status()["computed_by"] == "module"
-    with pytest.raises(ValueError, match="is on meta, and device=cpu: give the engine device=meta"):
+    with pytest.raises(ValueError, match="is on meta, but device=cpu: set device=meta"):
         Engine(EngineConfig(kv_tokens=64), SimpleNamespace(name="elsewhere", device=torch.device("meta")))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='attention="native": with isa="torch"'):
+    with pytest.raises(ValueError, match='attention="native": isa="torch"'):
         tiny_engine(isa="torch", attention="native")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.engine import Engine
 from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
-from rollout.client.partials import PartialOutputs
+from rollout.client.handle import PartialOutputs
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 from tests.support.simulator import END, script
@@ -297,13 +297,13 @@ def partial_with(**changed: Any) -> PartialSample:
         ({"token_ids": np.arange(9, dtype=np.int32), "logprobs": np.zeros(9, np.float32)}, "max_tokens=8"),
         ({"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)}, "max_tokens=8"),
         ({"token_ids": np.array([5, 6], np.int64)}, "int64"),
-        ({"token_ids": np.array([0, 5], np.int32)}, "behind its token 0, the stop token 0"),
+        ({"token_ids": np.array([0, 5], np.int32)}, "has tokens after stop token 0 at position 0"),
         ({"logprobs": np.zeros(3, np.float32)}, "logprobs float32"),
         ({"weight_versions": []}, "weight_versions"),
         ({"weight_versions": [(1, 0)]}, "weight_versions"),
         ({"weight_versions": [(0, 0), (2, 1)]}, "weight_versions"),
         ({"weight_versions": [(0, -1)]}, "below 0"),
-        ({"index": 2}, "one of the wanted"),
+        ({"index": 2}, "must be requested"),
         ({"top_ids": None}, r"top_ids none: must be int32 \[2, 3\]"),
         ({"top_ids": np.zeros((2, 3), np.int64)}, "top_ids int64"),
         ({"top_ids": np.full((2, 3), 23, np.int32)}, "top_ids outside of 0 to 22"),

@@ -91,7 +91,7 @@ def test_the_device_gives_the_sizes_of_a_step(given: dict[str, int], chosen: tup
     """Where the configuration does not say; on the CPU 256 and 1,024, and tokens for all sequences either way."""
     config: EngineConfig = resolved(EngineConfig(**given), cast(Any, DeviceOf(sizes=(1024, 8192))))
     assert (config.max_num_seqs, config.max_batch_tokens) == (config.most_seqs, config.most_tokens) == chosen
-    assert config.copy_ahead and config.mirror_ahead
+    assert config.advanced.copy_ahead and config.advanced.mirror_ahead
     on_cpu = EngineConfig(**given)
     assert on_cpu.most_seqs == given.get("max_num_seqs", 256) and on_cpu.most_tokens >= on_cpu.most_seqs
 
@@ -100,6 +100,6 @@ def test_more_host_memory_than_can_be_had_is_refused(monkeypatch: pytest.MonkeyP
     """The message names the field, what could be had beside the KV pool, and what to do."""
     monkeypatch.setattr(sizes, "free_memory", lambda: 100 << 30)
     options = {"bytes_per_block": 1 << 20, "device_blocks": 50 << 10, "memory": HostMemory()}
-    with pytest.raises(ValueError, match=r"cpu_offload_gib=60: at most 40.00 can be had.*lower it, or leave it out"):
+    with pytest.raises(ValueError, match=r"cpu_offload_gib=60: must be at most 40.00.*lower it, or leave it out"):
         blocks_in_host_memory(EngineConfig(cpu_offload_gib=60), **options)
     assert blocks_in_host_memory(EngineConfig(cpu_offload_gib=39), **options) == 39 << 10

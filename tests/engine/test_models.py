@@ -133,7 +133,7 @@ def test_shapes_that_the_kernel_lacks_take_the_reference(overrides: dict, caplog
     model = tiny("llama", **overrides)
     trainer = copy.deepcopy(model)
     engine = tiny_engine(model=model)
-    assert engine.worker.backend.name == "reference" and "attention in plain torch" in caplog.text
+    assert engine.worker.backend.name == "reference" and "attention runs in plain torch" in caplog.text
     each = prompts((40,), n=1)[0]
     sample = run(engine, [each])[each.id, 0]
     np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, each.prompt, sample), atol=1e-5, rtol=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.config import EngineConfig
 from engine.scheduling.fairness import over_share
 from engine.scheduling.preemption import evict_idle, offload, preempt
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.scheduling.state import SchedulerState
 from engine.types import Group, Sampling
+from tests.support.configs import engine_config
 
 
 class Setting:
@@ -17,7 +17,7 @@ class Setting:
 
     def __init__(self, device_blocks: int, sequences: int, host_blocks: int = 0, clients: str = "", **config: int) -> None:
         options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, "max_num_seqs": 4, **config}
-        self.state = SchedulerState(EngineConfig(**options), device_blocks, host_blocks, 300, lambda: 0.0)  # type: ignore[arg-type]
+        self.state = SchedulerState(engine_config(**options), device_blocks, host_blocks, 300, lambda: 0.0)  # type: ignore[arg-type]
         self.store, self.running = self.state.store, self.state.running
         for number in range(sequences):
             self._run(number, clients[number : number + 1])
@@ -26,7 +26,7 @@ class Setting:
         group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
         seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
         seq.blocks, seq.cached = [self.store.new(version=0)], 4
-        self.state.table.enter(seq, self.state.config.min_run_tokens)
+        self.state.table.enter(seq, self.state.config.advanced.min_run_tokens)
 
     def victims(self) -> list[Sequence]:
         return preempt(self.state).stops

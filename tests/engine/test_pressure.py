@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
 from engine.scheduling import admission
 from engine.scheduling.admission import COMPUTED_PER_SAMPLED
 from engine.scheduling.credit import LEVELS
 from engine.scheduling.plan import SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sampling
+from tests.support.configs import engine_config
 
 
 class Ask(NamedTuple):
@@ -46,7 +46,7 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
     size = config["block_size"]
     now, holds = 0.0, 0
     scheduler = Scheduler(
-        EngineConfig(kv_tokens=1, **config),
+        engine_config(kv_tokens=1, **config),
         device_blocks=pool // size,
         host_blocks=host // size,
         max_blocks=pool // size,

@@ -65,8 +65,25 @@ def test_draws_what_torch_draws(dtype: torch.dtype) -> None:
     assert draw(logits.to(DEVICE), row[:1], temperature[:1], uniform[:1], raw=False)[2] is None
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("at", [0, 150, VOCABULARY - 1])
+@pytest.mark.parametrize(
+    ("at", "bad"),
+    [
+        (0, float("nan")),
+        (150, float("inf")),
+        (VOCABULARY - 1, float("-inf")),
+        *(
+            pytest.param(at, bad, marks=pytest.mark.long)
+            for at, bad in [
+                (0, np.inf),
+                (0, -np.inf),
+                (150, np.nan),
+                (150, -np.inf),
+                (VOCABULARY - 1, np.nan),
+                (VOCABULARY - 1, np.inf),
+            ]
+        ),
+    ],
+)
 def test_flags_what_is_not_finite(bad: float, at: int) -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[1, at] = bad

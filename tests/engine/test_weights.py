@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from engine.types import Group, Sample, Sampling, TensorInfo
 from engine.weights import staging
+from engine.weights.buffers import RefreshBuffers
 from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
@@ -230,7 +231,7 @@ def test_refused_with_the_tensor_named(named: Any, tensor: str, reason: str) -> 
 def test_what_is_no_pair_of_name_and_tensor_is_told(given: Any) -> None:
     with pytest.raises(
         InvalidWeights,
-        match=r"the model, its state_dict\(\), or pairs of name and tensor as model.named_parameters\(\) gives them",
+        match=r"the model, its state_dict\(\), or \(name, tensor\) pairs as from model.named_parameters\(\)",
     ):
         tiny_engine().refresh(given)
 
@@ -386,7 +387,7 @@ def test_torn_weights_are_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None
     broken = Failing(np.zeros(4, np.uint8), 2)
     plain = np.zeros(4, np.uint8)
     views = iter([(broken, plain, plain.copy()), (Failing(plain, 1), plain, plain)])
-    monkeypatch.setattr(Weights, "_slices", lambda self, name: [next(views)])
+    monkeypatch.setattr(RefreshBuffers, "slices", lambda self, name: [next(views)])
     for _ in range(2):
         with pytest.raises(WeightsTorn):
             engine.refresh(pushed())
@@ -469,7 +470,7 @@ def test_good_refreshes_over_running_samples_long() -> None:
 
 def test_applying_without_staging_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: tensors go into the live model as they come."""
-    monkeypatch.setattr(Weights, "_place", lambda self, name: self._tensors[name])
+    monkeypatch.setattr(RefreshBuffers, "place", lambda self, name: self._tensors[name])
     engine = watermark_engine()
     with pytest.raises(AssertionError, match=f"are .*{MIXED}"):
         check_marks(watermark_run(engine, 25, 1000)[0])

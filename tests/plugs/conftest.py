@@ -1,4 +1,4 @@
-"""Other people's clients, as they come from PyPI, in front of a live facade and a live service."""
+"""Other people's clients, as they come from PyPI, in front of a live gateway and a live service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.process import service_process
-from tests.support.facade import facade
+from tests.support.gateway import gateway
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -34,7 +34,7 @@ def installed(name: str) -> str:
 
 
 class Live(msgspec.Struct):
-    """A service with a tiny model, a client of it, and a facade that calls the model "tiny" and by its folder."""
+    """A service with a tiny model, a client of it, and a gateway that calls the model "tiny" and by its folder."""
 
     url: str
     client: RolloutClient
@@ -46,7 +46,7 @@ def live(tiny_config: Config, tiny_model: Path) -> Iterator[Live]:
     with (
         service_process(tiny_config) as service,
         RolloutClient(service.endpoint) as client,
-        facade(client, tiny_model, names=("tiny", str(tiny_model))) as running,
+        gateway(client, tiny_model, names=("tiny", str(tiny_model))) as running,
     ):
         yield Live(running.url, client, tiny_model)
 

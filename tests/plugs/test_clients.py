@@ -1,4 +1,4 @@
-"""openai, renderers, verifiers, TRL's client, lm_eval and AReaL, unmodified, against the facade."""
+"""openai, renderers, verifiers, TRL's client, lm_eval and AReaL, unmodified, against the gateway."""
 
 from __future__ import annotations
 

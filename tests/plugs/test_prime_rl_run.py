@@ -26,7 +26,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.exact import sample_logprobs, use_exact
 from rollout.process import service_process
-from tests.support.facade import facade
+from tests.support.gateway import gateway
 
 pytestmark = pytest.mark.plugs
 
@@ -35,7 +35,7 @@ ENVIRONMENTS = Path(__file__).parent / "environments"
 
 
 class Run(msgspec.Struct):
-    """What the documents say, and a service and a facade that are up."""
+    """What the documents say, and a service and a gateway that are up."""
 
     settings: dict[str, Any]
     client: RolloutClient
@@ -62,7 +62,7 @@ def run(smollm2: Path) -> Iterator[Run]:
     with (
         service_process(Config(engine=engine)) as service,
         RolloutClient(service.endpoint) as client,
-        facade(client, smollm2, names=(settings["model"]["name"],)) as running,
+        gateway(client, smollm2, names=(settings["model"]["name"],)) as running,
     ):
         yield Run(settings, client, running.url, smollm2)
 

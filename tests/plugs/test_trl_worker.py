@@ -1,4 +1,4 @@
-"""TRL's own asynchronous rollout worker, with tools, over the facade; weights by `ServiceWeights` while it runs."""
+"""TRL's own asynchronous rollout worker, with tools, over the gateway; weights by `ServiceWeights` while it runs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from engine.types import Group, Sample, Sampling
 from recipes import grpo
 from rollout.client.handle import Handle
-from rollout.client.submission import resumed_group
+from rollout.client.submission import continued_group
 from rollout.exact import use_exact
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 
@@ -72,8 +72,8 @@ class CutClient(Client):
 
     resumed = 0
 
-    def resume(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> Handle:
-        handle = self.handles[group_id] = Waited(resumed_group(group_id, samples, prompt, sampling), [], b"")
+    def continue_samples(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> Handle:
+        handle = self.handles[group_id] = Waited(continued_group(group_id, samples, prompt, sampling), [], b"")
         handle.client, self.resumed = self, self.resumed + len(samples)
         return handle
 

@@ -14,12 +14,14 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.types import Sample, Sampling
-from rollout import bench, models
-from rollout.bench.errors import BenchFailed
+from rollout import models
+from rollout.bench.harness import BenchFailed
 from rollout.bench.inputs import PromptText
 from rollout.bench.runner import COUNTERS, measure
+from rollout.bench.target import open_engine
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import Config, InputError
+from tests.support.bench import bench_rows
 
 TOY = Workload(name="toy", prompts=2, prompt_tokens=48, n=3, new_tokens=40)
 
@@ -183,10 +185,7 @@ def test_a_run_with_short_or_failed_samples_is_refused(tiny_model: Path) -> None
 
 
 def run_command(tiny_model: Path, folder: Path, *names: str, **options: Any) -> list[dict[str, Any]]:
-    out = folder / "out.jsonl"
-    given = {"in_process": True, "scale": 0.02, "repeat": 1, "dtype": "float32", "threads": 1} | options
-    assert bench.run(names, model=str(tiny_model), json_file=str(out), **given) == 0
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return bench_rows(folder, *names, model=tiny_model, **({"in_process": True, "scale": 0.02} | options))
 
 
 def test_in_process(tiny_model: Path, tmp_path: Path) -> None:
@@ -272,10 +271,7 @@ def test_sequences_beyond_the_context_run_on_random_weights(tiny_model: Path, tm
 
 
 def test_bench_score_compares_with_prefill_and_with_generation(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": True, "scale": 0.01, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert bench.run(("score",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    turn, like_8b, summary = map(json.loads, out.read_text().splitlines())
+    turn, like_8b, summary = bench_rows(tmp_path, "score", model=tiny_model, in_process=True, scale=0.01)
     assert turn["score_seconds"] > 0 and summary["ratio_to_prefill"] == turn["ratio_to_prefill"] > 0
     assert like_8b["workload"] == "score_8b" and summary["ratio_to_prefill_8b"] == like_8b["ratio_to_prefill"] > 0
     assert abs(summary["vocabulary_share_8b"] - 0.07) < 0.005 < summary["vocabulary_share"] - 0.07
@@ -286,6 +282,6 @@ def test_bench_without_drafts_in_turn_at_another_temperature(tiny_model: Path) -
     workload = find("single_stream").scaled(0.01, 32, 0.7)
     engine = EngineConfig(model=str(tiny_model), dtype="float32", threads=1)
     text = PromptText(models.load_tokenizer(tiny_model))
-    rows = list(measure(workload, engine=engine, text=text, open_target=bench.command.open_engine, repeat=1, undrafted=True))
+    rows = list(measure(workload, engine=engine, text=text, open_target=open_engine, repeat=1, undrafted=True))
     assert [row["workload"] for row in rows] == ["single_stream", "single_stream/undrafted", "single_stream"]
     assert rows[1]["drafted_tokens"] == 0 and rows[2]["ratio_to_undrafted"] > 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from rollout.bench import fleet, run
+from rollout.bench import BenchOptions, fleet, run
+from rollout.bench.harness import BenchSetup
 from rollout.bench.inputs import save_tiny
 from rollout.config import InputError
 
@@ -17,8 +17,8 @@ from rollout.config import InputError
 def test_the_row_has_the_figures(tmp_path: Path) -> None:
     """Of a tiny model; what is measured are real processes, one of them killed."""
     model = save_tiny(tmp_path / "model", 32, fleet.TINY_VOCAB, "float32")
-    engine = EngineConfig(dtype="float32", threads=1, cpu_offload_gib=0)
-    (row,) = fleet.measure(model, engine, scale=0.1, repeat=1, replicas=2)
+    options = BenchOptions(("fleet",), model=str(model), scale=0.1, repeat=1, dtype="float32", threads=1)
+    (row,) = fleet.measure(BenchSetup(options))
     assert row["ratio_to_one"] > 0 and row["front_core_fraction"] > 0 and 0 < row["takeover_seconds"] < 60
     assert row["takeover_seconds"] <= row["takeover_token_seconds"] < 60 and set(row["front_core_fractions"]) == {
         "8",
@@ -30,4 +30,4 @@ def test_the_row_has_the_figures(tmp_path: Path) -> None:
 
 def test_it_goes_from_process_to_process() -> None:
     with pytest.raises(InputError, match="leave --in-process out"):
-        run(("fleet",), model="x", in_process=True, scale=1.0, repeat=1, json_file=None, dtype="float32", threads=1)
+        run(BenchOptions(("fleet",), model="x", in_process=True))

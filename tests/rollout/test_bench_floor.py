@@ -11,8 +11,8 @@ import torch
 from engine.config import EngineConfig
 from engine.cpu.isa import ISAS, here
 from rollout import models
-from rollout.bench.errors import BoundBroken
 from rollout.bench.floor import LOOKS, Looks, MachineRates, matrices_of, shape_of, work_of
+from rollout.bench.harness import BoundBroken
 from rollout.bench.inputs import PromptText
 from rollout.bench.runner import measure
 from rollout.bench.target import open_engine
@@ -106,7 +106,7 @@ def test_above_the_floor_is_an_error(tiny_model: Path, engine: EngineConfig, pea
     machine = MachineRates(tiny_model, engine)
     summary = {"tokens_per_second": 50.0, "tokens_per_second_max": 60.0, "prefill_tokens": 64, "accepted_tokens": 0}
     assert still(machine, 1e15, 1e15).bounded(TINY, summary)["floor_fraction"] < 1
-    with pytest.raises(BoundBroken, match=f"tiny: a run has .* of the floor.*{says}"):
+    with pytest.raises(BoundBroken, match=f"tiny: a run reached .* of the floor.*{says}"):
         still(machine, peak, rate).bounded(TINY, summary)
 
 

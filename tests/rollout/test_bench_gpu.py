@@ -14,11 +14,10 @@ import pytest
 import torch
 import transformers
 
-from rollout.bench import against, gpu, gpu_parts, gpu_runs, runner
-from rollout.bench.errors import PeerFailed
+from rollout.bench import against, gpu, gpu_bench, gpu_runs, runner
 from rollout.bench.gpu import main, measure
-from rollout.bench.gpu_bench import QUICK, Args, Bench, GpuBenchSizes
-from rollout.bench.gpu_limit import ForwardCost, beside_limit
+from rollout.bench.gpu_bench import QUICK, Args, Bench, ForwardCost, GpuBenchSizes, beside_limit
+from rollout.bench.harness import PeerFailed
 from rollout.bench.inputs import RandomText
 from rollout.bench.workloads import Workload
 
@@ -54,13 +53,13 @@ def bench() -> Bench:
 
 
 def by_part(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [row for row in rows if row["part"] == name] for name in gpu_parts.PARTS}
+    return {name: [row for row in rows if row["part"] == name] for name in gpu.PARTS}
 
 
 @pytest.mark.usefixtures("copies_pay")
 def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
-    names = [name for name in gpu_parts.PARTS if name != "ipc"]
+    names = [name for name in gpu.PARTS if name != "ipc"]
     assert main([*OPTIONS, "--parts", ",".join(names), "--json", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert not any("error" in row for row in rows) and {row["model"] for row in rows} == {"tiny"}
@@ -110,7 +109,7 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
 
 @pytest.mark.long
 def test_a_trainer_s_process_refreshes(bench: Bench) -> None:
-    rows = list(gpu_parts.ipc(bench))
+    rows = list(gpu_runs.ipc(bench))
     assert [row["what"] for row in rows] == ["beside steps", "beside steps", "into place"]
     assert all(row["bytes"] == sum(each.nbytes for each in bench.module.parameters()) for row in rows)
 
@@ -120,7 +119,7 @@ def test_a_part_that_fails_ends_no_other(bench: Bench, capsys: pytest.CaptureFix
         yield {"first": 1}
         raise MemoryError("injected")
 
-    rows = list(measure(bench, {"broken": broken, "machine": gpu_parts.machine}))
+    rows = list(measure(bench, {"broken": broken, "machine": gpu_runs.machine}))
     assert rows[1] == {"model": "tiny", "part": "broken", "error": "MemoryError: injected"}
     assert "device" in rows[3] and "MemoryError: injected" in capsys.readouterr().err
 
@@ -129,7 +128,7 @@ def test_an_item_that_fails_ends_no_other(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(bench: Bench, workload: Any, **config: Any) -> dict[str, Any]:
-        if config.get("mirror_ahead") is False:
+        if "advanced" in config:
             raise MemoryError("injected")
         return {"tokens_per_second": 2.0}
 
@@ -155,8 +154,8 @@ def test_parts_that_begin_too_late_are_left_out(tmp_path: Path) -> None:
     assert main([*OPTIONS, "--json", str(out), "--minutes", "0", "--parts", "decode,weights"]) == 1
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["part"], row["error"]) for row in rows] == [
-        ("decode", "left out: the minutes are over"),
-        ("weights", "left out: the minutes are over"),
+        ("decode", "skipped: --minutes are over"),
+        ("weights", "skipped: --minutes are over"),
     ]
 
 
@@ -187,7 +186,7 @@ def test_a_peer_that_takes_too_long(stand_in: None, bench: Bench) -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.596)])
 def test_the_shapes(name: str, billions: float) -> None:
-    config = transformers.AutoConfig.for_model("qwen3", **gpu.MODELS[name])
+    config = transformers.AutoConfig.for_model("qwen3", **gpu_bench.MODELS[name])
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)

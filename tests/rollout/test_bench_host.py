@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 
-from rollout.bench import host, run
+from rollout.bench import host
+from tests.support.bench import bench_rows
 from tests.support.clock import Clock
 
 
@@ -24,10 +24,7 @@ def test_bench_host_prints_the_parts(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host, "SEQUENCES", (16, 32))
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert run(("host",), model="no such model", json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = bench_rows(tmp_path, "host")
     assert [(row["workload"], row["sequences"]) for row in rows] == [("host", 16), ("host", 32)]
     for row in rows:
         parts = sum(row[f"{name}_ms"] for name in host.PARTS)
@@ -43,7 +40,7 @@ def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyP
     import engine.pipeline as pipeline
     import engine.worker as worker
 
-    quick = host.measure(16, 0.1)
+    quick = host.measure_sequences(16, 0.1)
     spin = 0.01
 
     def slow(call):  # type: ignore[no-untyped-def]
@@ -63,6 +60,6 @@ def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patched:
             call = getattr(owner, attribute)
             patched.setattr(owner, attribute, staticmethod(slow(call)) if name == "build" else slow(call))
-            row = host.measure(16, 0.04)
+            row = host.measure_sequences(16, 0.04)
         grown = [part for part in ("host", *host.PARTS) if row[f"{part}_ms"] > quick[f"{part}_ms"] + 0.9e3 * spin]
         assert grown == ["host", name]

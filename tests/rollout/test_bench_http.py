@@ -6,15 +6,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
 from rollout.bench import http
-from rollout.bench.errors import BenchFailed
-from rollout.bench.inputs import PromptText
-from rollout.models import load_tokenizer
+from rollout.bench.harness import BenchFailed
+from tests.support.bench import bench_rows
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nContent-Length: 4\r\n\r\nbody"
 
@@ -36,7 +33,7 @@ def test_answers_are_read_in_pieces(pairs: list[tuple[socket.socket, socket.sock
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert http.answers([one for one, _ in pairs]) == [b"body"] * 3
+    assert [http.response(one) for one, _ in pairs] == [b"body"] * 3
     thread.join(30)
 
 
@@ -46,7 +43,7 @@ def test_what_is_no_answer_ends_the_run(pairs: list[tuple[socket.socket, socket.
         end.sendall(sent)
         end.shutdown(socket.SHUT_WR)
     with pytest.raises(BenchFailed):
-        http.answers([one for one, _ in pairs])
+        http.response(pairs[0][0])
 
 
 def test_fewer_tokens_than_asked_for_are_no_result() -> None:
@@ -56,11 +53,10 @@ def test_fewer_tokens_than_asked_for_are_no_result() -> None:
 
 
 @pytest.mark.long
-def test_both_ways_make_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_make_the_same_tokens(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
     monkeypatch.setattr(http, "PROMPTS", 2)
     monkeypatch.setattr(http, "N", 4)
-    engine, text = EngineConfig(dtype="float32", threads=1), PromptText(load_tokenizer(tiny_model))
-    rows: list[dict[str, Any]] = list(http.measure(tiny_model, engine, 0.1, 1, text))
+    rows = bench_rows(tmp_path, "http", model=tiny_model)
     assert [row["model"] for row in rows if "summary" in row] == ["tiny", tiny_model.name]
     assert all(row["ratio_to_native"] > 0 and row["microseconds_per_request"] > 0 for row in rows)

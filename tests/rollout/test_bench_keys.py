@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from rollout.bench import run
+from tests.support.bench import bench_rows
 
 
 def test_bench_keys_prints_what_travels_with_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 0.01, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert run(("keys",), model="no such model", json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    *rows, summary = [json.loads(line) for line in out.read_text().splitlines()]
+    *rows, summary = bench_rows(tmp_path, "keys", scale=0.01)
     assert [(row["what"], row.get("keys")) for row in rows] == [
         ("samples", False), ("weights", False), ("samples", True), ("weights", True), ("journal", None),
     ]  # fmt: skip

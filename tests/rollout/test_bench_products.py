@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from engine.cpu.isa import best
 from rollout.bench import products
-from rollout.bench.command import run
+from tests.support.bench import bench_rows
 
 
 def test_bench_products_prints_each_kernel_beside_the_machine(
@@ -18,11 +17,8 @@ def test_bench_products_prints_each_kernel_beside_the_machine(
     monkeypatch.setattr(products, "SHAPES", {"tiny": ((48, 64), (33, 70))})
     monkeypatch.setattr(products, "ROWS", (1, 9))
     monkeypatch.setattr(products, "ISAS", {best(): None})
-    monkeypatch.setattr(products, "WALKED_BYTES", 64 << 20)
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 0.01, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert run(("products",), model="no such model", json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    monkeypatch.setattr(products, "WEIGHT_BYTES", 64 << 20)
+    rows = bench_rows(tmp_path, "products", scale=0.01)
     measured = [row for row in rows if "summary" not in row and best() != "plain"]
     summaries = [row for row in rows if "summary" in row]
     assert len(measured) == (0 if best() == "plain" else 2 * 2 * 2) and len(summaries) == len(measured) // 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 
-from rollout.bench import refresh, run
+from rollout.bench import BenchOptions, refresh, run
 from rollout.config import InputError
+from tests.support.bench import bench_rows
 
 
 def test_bench_refresh_prints_the_ratios(
@@ -20,10 +20,7 @@ def test_bench_refresh_prints_the_ratios(
     looks = itertools.count()
     rates = (0, 100, 150, 250)  # tokens a second: 100 before, 50 around, 100 after
     monkeypatch.setattr(refresh, "mark", lambda client: ((look := next(looks)) * 1.0, rates[look % 4]))
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 1.0, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert run(("refresh",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = bench_rows(tmp_path, "refresh", model=tiny_model, scale=1.0)
     summaries = [row for row in rows if "summary" in row]
     assert [row["via"] for row in summaries] == list(refresh.WAYS) and rows[-1]["via"] == "shm"
     for row in summaries:
@@ -36,31 +33,25 @@ def test_bench_refresh_prints_the_ratios(
 
 def test_refresh_needs_two_processes() -> None:
     with pytest.raises(InputError, match="in-process"):
-        run(("refresh",), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)
+        run(BenchOptions(("refresh",), model="x", in_process=True))
 
 
 @pytest.mark.long
 def test_lora_equals_pefts_merge(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "bfloat16", "threads": 1}
-    assert run(("lora",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    (row,) = map(json.loads, out.read_text().splitlines())
+    (row,) = bench_rows(tmp_path, "lora", model=tiny_model, dtype="bfloat16")
     assert row["max_abs_delta"] == 0.0 and row["same_digest"] and row["tokens"] == 16 * 32
     assert 0 < row["sent_bytes"] < row["model_bytes"] and "same_digest True" in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_delta_sends_what_has_changed(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "bfloat16", "threads": 1}
-    assert run(("delta",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    (row,) = map(json.loads, out.read_text().splitlines())
+    (row,) = bench_rows(tmp_path, "delta", model=tiny_model, dtype="bfloat16")
     assert row["via"] == "delta" and row["same_digest"] and "same_digest True" in capsys.readouterr().out
     assert 0 < row["one_step_fraction"] < row["bytes_fraction"] <= 0.2
 
 
 @pytest.mark.parametrize("name", ["lora", "delta"])
 def test_what_goes_between_processes(name: str) -> None:
-    with pytest.raises(InputError, match="process to process"):
-        run((name,), model="x", in_process=True, scale=1, repeat=1, json_file=None, dtype="float32", threads=1)
+    with pytest.raises(InputError, match="in several processes"):
+        run(BenchOptions((name,), model="x", in_process=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from engine.config import EngineConfig, KVName
 from engine.forward.model import Model, open_model
 from engine.kv.pages import keys_and_values
 from engine.memory import HostMemory
-from rollout.bench import by_hand, run, sharing
-from rollout.bench.errors import BenchFailed
+from rollout.bench import BenchOptions, by_hand, run, sharing
+from rollout.bench.harness import BenchFailed
 from rollout.bench.sharing import PrefixShape, measure, tables
 from rollout.config import InputError
+from tests.support.bench import bench_rows
 
 SMALL = PrefixShape(groups=2, children=3, prefix=96, suffix=40)
 CONFIG = EngineConfig(dtype="float32", threads=1)
@@ -29,10 +29,7 @@ def model(tiny_model: Path) -> Model:
 
 
 def test_bench_sharing_prints_the_ratios(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "rows.jsonl"
-    options = {"in_process": False, "scale": 0.1, "repeat": 1, "dtype": "float32", "threads": 1}
-    assert run(("sharing",), model=str(tiny_model), json_file=str(out), **options) == 0  # type: ignore[arg-type]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = bench_rows(tmp_path, "sharing", model=tiny_model)
     summaries = [row for row in rows if "summary" in row]
     shapes = [tuple(row[name] for name in PrefixShape._fields) for row in summaries]
     assert shapes == [(8, 16, 64, 32, False), (1, 32, 416, 32, False)]
@@ -132,18 +129,17 @@ def test_a_step_by_hand_is_a_step_of_the_engine(model: Model) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    options = {"model": "x", "in_process": False, "scale": 1.0, "repeat": 1, "json_file": None, "dtype": "float32"}
     with pytest.raises(InputError, match="--device cuda: torch .* finds no CUDA device"):
-        run(("sharing",), threads=1, device="cuda", **options)  # type: ignore[arg-type]
+        run(BenchOptions(("sharing",), model="x", device="cuda"))
 
 
 def test_what_measures_the_cpu_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = {"model": "x", "in_process": False, "scale": 1.0, "repeat": 1, "json_file": None, "dtype": "float32"}
+    more: dict[str, Any]
     for names, more, what in (
         (("refresh",), {}, "refresh"),
         (("fanout",), {"against": "transformers"}, "--against transformers"),
         (("fanout",), {"floor": True}, "--floor"),
     ):
         with pytest.raises(InputError, match=f"{what} measures the CPU"):
-            run(names, threads=1, device="cuda", **options, **more)  # type: ignore[arg-type]
+            run(BenchOptions(names, model="x", device="cuda", **more))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from engine.types import Limits, Sample, Sampling, TokenChunk
-from rollout.client import connection, link
+from rollout.client import link
 from rollout.client.api import Handle, RolloutClient
+from rollout.client.connection import LinkTiming
 from rollout.client.submission import plain, token_array
 from rollout.service import loop as service_module
 from rollout.service.loop import Service
@@ -24,9 +25,9 @@ from tests.support.played import Played, failure
 from tests.support.waiting import until
 from transport import errors as e
 from transport import messages as m
+from transport.columns import pack_progress
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
-from transport.progress import pack_progress
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
@@ -395,7 +396,7 @@ def test_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
         service: Service = connect.service  # type: ignore[attr-defined]
         welcomed = service._hello
         monkeypatch.setattr(service, "_hello", lambda peer, hello: welcomed(peer, msgspec.structs.replace(hello, protocol=1)))
-        with pytest.raises(e.VersionMismatch, match="the client speaks protocol 1, the service 2: install the same version"):
+        with pytest.raises(e.VersionMismatch, match="the client speaks protocol 1, the service 3: install the same version"):
             connect()
 
 
@@ -426,12 +427,14 @@ def let_it_turn(clock: Clock) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock() -> Clock:
     """Time as the client's I/O thread sees it: it stands until the test moves it."""
-    clock = Clock()
-    monkeypatch.setattr(link, "POLL_S", 0.005)
-    monkeypatch.setattr(link, "time", clock)
-    return clock
+    return Clock()
+
+
+def turning(clock: Clock) -> dict[str, Any]:
+    """Options of a client whose I/O thread looks at this clock, and often."""
+    return {"clock": clock.monotonic, "timing": LinkTiming(poll_s=0.005)}
 
 
 @pytest.fixture
@@ -457,12 +460,14 @@ def test_each_sample_is_acked_and_repeats_change_nothing(played: Played) -> None
     assert acked == [("g", 1), ("g", 1), ("g", 0), ("g", 0), ("unknown", 0)]  # nobody needs to send them again
 
 
-def test_heartbeats_come_while_nothing_happens(clock: Clock, played: Played) -> None:
+def test_heartbeats_come_while_nothing_happens(clock: Clock) -> None:
+    played = Played(**turning(clock))
     for _ in range(3):
-        clock.now += connection.HEARTBEAT_S
+        clock.now += LinkTiming().heartbeat_s
         played.get(m.Heartbeat)
     let_it_turn(clock)
     assert not played.end.receive(0), "one a second"
+    played.client.close()
 
 
 def test_a_session_that_the_service_has_forgotten_is_set_up_again(played: Played) -> None:
@@ -612,7 +617,7 @@ def test_a_sample_that_cannot_be_is_an_error_of_its_group(played: Played, fields
     handle, other = played.client.submit([1], Sampling(n=2), "g"), played.client.submit([1], Sampling(), "other")
     for _ in range(2):
         played.get(m.Submit)
-    played.send(m.SampleDone(msgspec.structs.replace(played.sample("g", 0).sample, **fields)))
+    played.send(played.sample("g", **{"index": 0, **fields}))
     error = failure(handle)
     assert type(error) is e.NotBelieved and error.group_id == "g" and reason in str(error)
     assert not handle.finished and not other.done
@@ -639,7 +644,7 @@ def test_new_tokens_that_cannot_be_are_an_error_of_their_group(played: Played) -
 
 
 def test_an_answer_to_another_kind_of_request_is_none(played: Played) -> None:
-    future = played.client._link.request(m.WeightsRequest)
+    future = played.client._session.link.request(m.WeightsRequest)
     played.send(m.Done(played.get(m.WeightsRequest).request_id))
     with pytest.raises(e.NotBelieved, match="a StatusReply was asked for, and a Done came"):
         future.result(WAIT)
@@ -669,12 +674,12 @@ def test_a_restarted_service_is_told(played: Played) -> None:
 
 
 def test_a_loop_that_stands_still(clock: Clock) -> None:
-    played = Played(stall_timeout_s=3.0)
+    played = Played(stall_timeout_s=3.0, **turning(clock))
     handle = played.client.submit([1], Sampling(), "g")
     for _ in range(4):  # longer than the timeout, but it says something
         clock.now += 2.0
         played.send(m.Alive(0, 1))
-        until(lambda: played.client._link._connection.last_received_at == clock.now)
+        until(lambda: played.client._session.link._connection.last_received_at == clock.now)
         assert not handle.done
     clock.now += 3.0
     let_it_turn(clock)
@@ -693,7 +698,7 @@ def test_a_loop_that_stands_still(clock: Clock) -> None:
 
 
 def test_a_service_that_never_comes_back(clock: Clock) -> None:
-    played = Played(link_timeout_s=3.0)
+    played = Played(link_timeout_s=3.0, **turning(clock))
     handle = played.client.submit([1], Sampling(), "g")
     played.get(m.Submit)
     played.end.close()
@@ -713,18 +718,20 @@ def test_a_service_that_never_comes_back(clock: Clock) -> None:
     played.client.close()
 
 
-def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock, played: Played) -> None:
+def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock) -> None:
+    played = Played(**turning(clock))
     first = played.client.submit([1], Sampling())
     played.send(m.Refused(e.NoSession.kind, "who are you"))
     played.get(m.Hello)
     played.send(m.Refused("busy", "too many clients"))
     assert type(failure(first)) is e.Busy
     handle = played.client.submit([1], Sampling())
-    clock.now += connection.HELLO_RETRY_S - 0.1
+    clock.now += LinkTiming().hello_retry_s - 0.1
     let_it_turn(clock)
     assert not any(b"hello" in bytes(frames[0]) for _, frames in played.end.receive(0)) and not handle.done
     clock.now += 0.2
     assert played.get(m.Hello)
+    played.client.close()
 
 
 def test_a_mistake_in_the_io_thread_leaves_nobody_waiting(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 
 from engine.types import Limits, Sample, Sampling
-from rollout.client.acks import ACK_S, AckQueue
-from rollout.client.calls import CallQueue
-from rollout.client.connection import HEARTBEAT_S, HELLO_RETRY_S, ConnectionState
+from rollout.client.connection import AckQueue, ConnectionState, LinkTiming
 from rollout.client.handle import Handle
-from rollout.client.open_groups import OpenGroups
-from rollout.client.open_requests import OpenRequests
-from rollout.client.scoring import scored_group
-from rollout.client.seen import Seen
-from rollout.client.submission import check_budget, group_of, sendable
+from rollout.client.link import CallQueue
+from rollout.client.pending import OpenGroups, PendingRequests, WeightHistory
+from rollout.client.submission import check_budget, group_of, scored_group, sendable
 from rollout.service.clock import LoopClock
 from transport.checks import Bounds
 from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
+
+TIMING = LinkTiming()
 
 # the connection, as the client sees it
 
@@ -29,7 +27,7 @@ def test_a_new_connection_is_greeted_and_hello_is_repeated_until_welcome() -> No
     connection = ConnectionState(now=0.0)
     connection.connected(connections=1, now=5.0)
     assert connection.hello_number == 1 and connection.hello_due(5.0) and not connection.hello_due(5.1)
-    assert connection.hello_due(5.0 + HELLO_RETRY_S)
+    assert connection.hello_due(5.0 + TIMING.hello_retry_s)
     connection.welcomed(8.0)
     assert connection.ready and not connection.hello_due(100.0)
 
@@ -39,8 +37,8 @@ def test_heartbeats_are_due_each_second_once_welcome_has_come() -> None:
     connection.connected(1, 0.0)
     assert not connection.heartbeat_due(10.0), "not before Welcome"
     connection.welcomed(10.0)
-    assert not connection.heartbeat_due(10.0 + HEARTBEAT_S - 0.1) and connection.heartbeat_due(10.0 + HEARTBEAT_S)
-    assert not connection.heartbeat_due(10.0 + HEARTBEAT_S)
+    assert not connection.heartbeat_due(10.0 + TIMING.heartbeat_s - 0.1) and connection.heartbeat_due(10.0 + TIMING.heartbeat_s)
+    assert not connection.heartbeat_due(10.0 + TIMING.heartbeat_s)
 
 
 def test_another_connection_is_greeted_again_the_same_one_is_not() -> None:
@@ -57,7 +55,7 @@ def test_an_outage_counts_from_the_last_connection_while_somebody_waits() -> Non
     connection = ConnectionState(now=0.0)
     connection.connected(1, 10.0)
     assert connection.disconnected(13.0) == 3.0
-    connection.nobody_waits(13.0)
+    connection.idle(13.0)
     assert connection.disconnected(14.0) == 1.0
 
 
@@ -65,30 +63,30 @@ def test_a_hello_on_its_way_is_outdated_without_another_one_in_a_hurry() -> None
     connection = ConnectionState(now=0.0)
     connection.connected(1, 0.0)
     assert connection.hello_due(0.0)
-    connection.outdate_hello()
-    assert connection.hello_number == 2 and not connection.hello_due(HELLO_RETRY_S - 0.1)
-    assert connection.hello_due(HELLO_RETRY_S)
+    connection.resync(0.0)
+    assert connection.hello_number == 2 and not connection.hello_due(TIMING.hello_retry_s - 0.1)
+    assert connection.hello_due(TIMING.hello_retry_s)
 
 
 # requests and calls
 
 
 def test_a_request_is_answered_once_and_asked_for_again_until_then() -> None:
-    requests, future = OpenRequests(), Future[Any]()
+    requests, future = PendingRequests(), Future[Any]()
     assert not requests
     requests.add(7, [b"frames"], future, str)
-    assert requests and list(requests.wanted()) == [[b"frames"]] and requests.ids == [7]
+    assert requests and list(requests.frames()) == [[b"frames"]]
     requests.answer(7, "done")
     requests.answer(7, "done again")
-    assert future.result(0) == "done" and not requests and not list(requests.wanted())
+    assert future.result(0) == "done" and not requests and not list(requests.frames())
 
 
 def test_an_answer_that_is_an_error_is_raised_and_who_gave_up_is_not_waited_for() -> None:
-    requests, failing, given_up = OpenRequests(), Future[Any](), Future[Any]()
+    requests, failing, given_up = PendingRequests(), Future[Any](), Future[Any]()
     requests.add(1, [], failing, str)
     requests.add(2, [], given_up, str)
     given_up.cancel()
-    assert len(list(requests.wanted())) == 1
+    assert len(list(requests.frames())) == 1
     requests.answer(1, WeightsRefused("no"))
     with pytest.raises(WeightsRefused):
         failing.result(0)
@@ -175,7 +173,7 @@ def sent(groups: OpenGroups) -> list[str]:
 
 def test_groups_over_the_budget_wait_until_children_have_come_back() -> None:
     """A prompt of 2 and two children of 10 are 22 tokens; a child that comes back leaves 12."""
-    groups = OpenGroups(Seen(), budget=50)
+    groups = OpenGroups(WeightHistory(), budget=50)
     groups.bounds = Bounds(1, frozenset({0}))
     for name in "abcd":
         assert groups.add(handle(name))
@@ -220,21 +218,21 @@ def test_of_samples_that_come_together_all_are_handed_out_or_none() -> None:
 
 def test_what_the_service_will_refuse_costs_the_client_nothing() -> None:
     """The children are not counted one by one."""
-    groups = OpenGroups(Seen())
+    groups = OpenGroups(WeightHistory())
     group = group_of("g", [5, 6], Sampling(n=10**12, max_tokens=10))
     groups.add(sendable(group, serial=1, require_version=0, limits=Limits()))
     assert sent(groups) == ["g"]
 
 
 def test_without_a_budget_all_are_sent() -> None:
-    groups = OpenGroups(Seen())
+    groups = OpenGroups(WeightHistory())
     for name in "abcd":
         groups.add(handle(name))
     assert sent(groups) == ["a", "b", "c", "d"]
 
 
 def test_of_those_that_wait_a_higher_priority_goes_first() -> None:
-    groups = OpenGroups(Seen(), budget=22)
+    groups = OpenGroups(WeightHistory(), budget=22)
     for name, priority in (("a", 0), ("b", -1), ("c", 2), ("d", 2)):
         groups.add(handle(name, priority=priority))
     order = []
@@ -261,7 +259,7 @@ def test_acks_wait_for_each_other_but_not_for_long() -> None:
     assert acks and acks.due(100.0), "the first one goes at once"
     assert [ack.samples for ack in acks.take(Limits(), 100.0)] == [[("a", 0)]]
     acks.samples += [("a", 1), ("b", 0)]
-    assert acks and not acks.due(100.0 + 0.9 * ACK_S) and acks.due(100.0 + 1.1 * ACK_S)
+    assert acks and not acks.due(100.0 + 0.9 * TIMING.ack_s) and acks.due(100.0 + 1.1 * TIMING.ack_s)
     acks.progress = 3
     assert acks.due(100.0), "the service waits for that"
     assert [(ack.samples, ack.progress) for ack in acks.take(Limits(), 100.0)] == [([("a", 1), ("b", 0)], 0), ([], 3)]

@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from engine.config import BOUNDS, EngineConfig, WeightOffload
+from engine.config import ADVANCED_BOUNDS, BOUNDS, AdvancedConfig, EngineConfig, WeightOffload
 from engine.types import Limits
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.config import Config, InputError, ServiceConfig, dump, load
@@ -55,6 +55,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ("[engine.weight_offload]\nnum_in_group = 5\n", "num_in_group=5: must be at most group_size=4"),
         ("[engine.weight_offload]\nsteps = 5\n", "steps"),
         ("[engine]\nweight_offload = true\n", r"engine\.weight_offload"),
+        ("[engine.advanced]\nmin_run_tokens = -1\n", r"min_run_tokens=-1: must be 0 to .*engine\.advanced"),
+        ("[engine]\nmin_run_tokens = 8\n", r"min_run_tokens.*belongs in the table \[engine\.advanced\]"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, named: str) -> None:
@@ -62,20 +64,25 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, named: str) -
         load(write(tmp_path, text))
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_every_number_of_an_engine_has_a_bound(name: str) -> None:
-    """Found before anything is allocated; the bounds themselves are accepted, as far as one alone can be."""
-    least, most = BOUNDS[name]
+TABLES = ((EngineConfig, BOUNDS, "seed"), (AdvancedConfig, ADVANCED_BOUNDS, "cpu_offload_safety_threshold"))
+"""with the field that is checked on its own"""
+
+
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table, bounds, _ in TABLES for name in bounds])
+def test_every_number_of_an_engine_has_a_bound(table: type[msgspec.Struct], name: str) -> None:
+    """Values beyond a bound are rejected before anything is allocated; the upper bound itself is accepted."""
+    least, most = (BOUNDS | ADVANCED_BOUNDS)[name]
     for value in (least - 1, most + 1, 10 * most, 2**62):
         with pytest.raises(ValueError, match=rf"{name}={value}: must be {least:,} to {most:,}"):
-            EngineConfig(**{name: value})
-    EngineConfig(**{name: most})
+            table(**{name: value})
+    table(**{name: most})
 
 
-def test_every_number_of_an_engine_is_among_them() -> None:
-    kinds = {each.name: each.type for each in msgspec.structs.fields(EngineConfig)}
+@pytest.mark.parametrize(("table", "bounds", "alone"), TABLES)
+def test_every_number_of_an_engine_is_among_them(table: type[msgspec.Struct], bounds: dict[str, object], alone: str) -> None:
+    kinds = {each.name: each.type for each in msgspec.structs.fields(table)}
     numbers = {name for name, kind in kinds.items() if {int, float} & {kind, *get_args(kind)}}
-    assert numbers == BOUNDS.keys() | {"seed", "cpu_offload_safety_threshold"}, "those two are checked by themselves"
+    assert numbers == bounds.keys() | {alone}
 
 
 def test_a_table_inside_a_table(tmp_path: Path) -> None:
@@ -87,6 +94,9 @@ def test_a_table_inside_a_table(tmp_path: Path) -> None:
     assert parse_serve("--config", str(path)).engine.weight_offload == WeightOffload(group_size=6, num_in_group=2)
     config = parse_serve("--config", str(path), *flags).engine
     assert config == EngineConfig(seed=5, weight_offload=WeightOffload(group_size=8, num_in_group=2, prefetch_step=2))
+    path = write(tmp_path, "[engine.advanced]\nlookahead_blocks = 2\nmin_run_tokens = 8\n")
+    config = parse_serve("--config", str(path), "--engine.advanced.lookahead-blocks", "3").engine
+    assert config == EngineConfig(advanced=AdvancedConfig(lookahead_blocks=3, min_run_tokens=8))
 
 
 def test_help_lists_the_flags_of_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +119,7 @@ def test_a_missing_file_is_named() -> None:
         (["--limits.max-n", "many"], "--limits.max-n"),
         (["--engine.weight-offload.prefetch-step", "0"], "prefetch_step=0"),
         (["--engine.weight-offload.steps", "2"], "--engine.weight-offload.steps"),
+        (["--engine.min-run-tokens", "8"], "--engine.advanced.min-run-tokens"),
     ],
 )
 def test_a_mistake_in_a_flag_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +132,10 @@ def test_a_mistake_in_a_flag_is_named(argv: list[str], named: str, capsys: pytes
 def test_dump_is_read_back(tmp_path: Path) -> None:
     config = Config(
         engine=EngineConfig(
-            model='we"ird\\folder', kv_tokens=4096, share_prefix=False, weight_offload=WeightOffload(prefetch_step=2)
+            model='we"ird\\folder',
+            kv_tokens=4096,
+            weight_offload=WeightOffload(prefetch_step=2),
+            advanced=AdvancedConfig(share_prefix=False),
         ),
         service=ServiceConfig(endpoint="ipc:///tmp/x", client_grace_s=2.5),
         limits=Limits(max_n=3),

@@ -20,8 +20,8 @@ import pytest
 import zmq
 
 from engine.types import Limits, Sampling
-from rollout.client import link
 from rollout.client.api import RolloutClient
+from rollout.client.connection import LinkTiming
 from rollout.service import receiver
 from rollout.service.loop import Service
 from rollout.service.session import Session
@@ -130,16 +130,18 @@ def test_a_trainer_that_was_suspended_gets_everything_in_the_end(start: Callable
 
 
 def test_a_dead_or_stopped_service_is_told_and_a_slow_one_is_not(
-    start: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Process],
 ) -> None:
     """By clients of one pace. `test_a_dead_service_is_told_within_10_seconds` has the pace that they have by themselves."""
-    monkeypatch.setattr(sockets, "CLIENT_HEARTBEAT_MS", 500)
-    monkeypatch.setattr(sockets, "CLIENT_SILENCE_MS", 1500)
+    pace = sockets.SocketOptions(heartbeat_ms=500, silence_ms=1500)
     killed, stopped, slow = start(), start(), start(step_s=1000.0)
     with ExitStack() as stack:
         stack.callback(slow.end)
         clients = [
-            stack.enter_context(RolloutClient(process.endpoint, link_timeout_s=2.0)) for process in (killed, stopped, slow)
+            stack.enter_context(
+                RolloutClient(transport=sockets.ClientEnd(process.endpoint, Limits(), pace), link_timeout_s=2.0)
+            )
+            for process in (killed, stopped, slow)
         ]
         handles = [client.submit([1], ENDLESS) for client in clients]
         for client in clients[:2]:
@@ -168,7 +170,8 @@ def test_a_dead_or_stopped_service_is_told_and_a_slow_one_is_not(
 def test_a_dead_service_is_told_within_10_seconds() -> None:
     """A ping may have been answered just before, then it is silent, then without a connection, then the loop looks."""
     link_timeout_s = inspect.signature(RolloutClient).parameters["link_timeout_s"].default
-    assert (sockets.CLIENT_HEARTBEAT_MS + sockets.CLIENT_SILENCE_MS) / 1000 + link_timeout_s + link.POLL_S < 9
+    pace = sockets.SocketOptions()
+    assert (pace.heartbeat_ms + pace.silence_ms) / 1000 + link_timeout_s + LinkTiming().poll_s < 9
 
 
 def test_a_service_that_is_killed_and_started_again(start: Callable[..., Process]) -> None:

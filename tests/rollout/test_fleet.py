@@ -824,7 +824,7 @@ def test_a_host_is_divided() -> None:
     places, one = divided(engine, 2)
     cores = [place.cores for place in places]
     assert not cores[0] & cores[1] and len(cores[0]) == len(cores[1])
-    assert one.threads == max(1, len(cores[0])) and one.cpu_offload_safety_threshold == 0.4 and one.kv_gib
+    assert one.threads == max(1, len(cores[0])) and one.advanced.cpu_offload_safety_threshold == 0.4 and one.kv_gib
     assert core_sets([4, 5, 6, 7, 9], 2) == [frozenset({4, 5}), frozenset({6, 7})]
     assert core_sets([1], 3) == [frozenset()] * 3, "too few: any core"
     with pytest.raises(InputError, match="each needs one"):

@@ -104,7 +104,7 @@ class Front:
         if self.file is not None and self.folder is not None and roles:
             name = f"k{len(self.dealers)}"
             keys = files.add(self.file, name, roles, self.folder / f"{name}.json", self.joins.endpoint)
-            self.end.keys.look()  # type: ignore[union-attr]
+            self.end.keys.reload()  # type: ignore[union-attr]
         dealer = RawDealer(self.joins.endpoint, keys)
         dealer._decoder = Decoder(m.FrontMessage, Limits())  # type: ignore[assignment]
         self.dealers.append(dealer)

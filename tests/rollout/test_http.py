@@ -1,4 +1,4 @@
-"""The facade's routes, over a real engine with a tiny model: what dialects ask, and what they read of the answer."""
+"""The gateway's routes, over a real engine with a tiny model: what dialects ask, and what they read of the answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.types import Limits, Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from tests.support import adapters
-from tests.support.facade import Facade, facade
+from tests.support.gateway import Gateway, gateway
 from tests.support.waiting import until
 from tests.support.wire import serving
 
@@ -34,11 +34,11 @@ LIMITS = Limits(max_n=16, max_stop_token_ids=4)
 
 
 class Stack(msgspec.Struct):
-    """Engine, service, client and facade."""
+    """Engine, service, client and gateway."""
 
     engine: Any
     client: RolloutClient
-    facade: Facade
+    gateway: Gateway
     http: httpx.Client
     submitted: list[Any]
     """groups that the engine was given"""
@@ -68,7 +68,7 @@ def stack(tiny_config: Config, tiny_model: Path) -> Iterator[Stack]:
     with (
         serving(engine, limits=LIMITS) as service,
         RolloutClient(service.endpoint) as client,
-        facade(client, tiny_model, names=("tiny", "other")) as running,
+        gateway(client, tiny_model, names=("tiny", "other")) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,
     ):
         yield Stack(engine, client, running, http, submitted)
@@ -116,7 +116,7 @@ def test_without_max_tokens_each_route_has_its_dialect_s(stack: Stack) -> None:
     greedy = {"temperature": 0, "ignore_eos": True}
     answer = stack.complete(max_tokens=None, return_token_ids=True, **greedy)
     assert len(answer["choices"][0]["token_ids"]) == 16
-    with httpx.Client(base_url=stack.facade.url, timeout=60) as http:
+    with httpx.Client(base_url=stack.gateway.url, timeout=60) as http:
         body = {"input_ids": PROMPT, "sampling_params": {**greedy}}
         assert len(http.post("/generate", json=body).json()["output_ids"]) == 128
     prompt = [5] * (stack.client.info.context - 3)  # generate: all that the context leaves
@@ -338,7 +338,7 @@ def test_with_echo_a_stream_sends_whole_samples(stack: Stack) -> None:
 
 
 def test_text_that_is_not_certain_waits() -> None:
-    from rollout.http.text_stream import certain
+    from rollout.http.text import final_length as certain
 
     assert [certain(text, ["stop"]) for text in ("abc", "abs", "absto", "abstop", "abstopde", "abstx")] == [3, 2, 2, 2, 2, 5]
     assert certain("so: <tool", ["never", "<tool_call>"]) == 4 and certain("", ["a"]) == 0 and certain("ab", []) == 2
@@ -347,8 +347,7 @@ def test_text_that_is_not_certain_waits() -> None:
 def test_pieces_of_text_are_the_whole_whatever_the_bytes(stack: Stack) -> None:
     """Random bytes: halves of characters, and what is none at all."""
     from engine.types import Sample
-    from rollout.http.text import Text
-    from rollout.http.text_stream import TextDecoder, TextOptions
+    from rollout.http.text import Text, TextDecoder, TextOptions
     from rollout.models import load_tokenizer
 
     tokenizer = load_tokenizer(Path(stack.client.info.model))
@@ -546,16 +545,15 @@ def test_bad_input_is_refused_in_the_dialect_s_form(stack: Stack, path: str, bod
 
 def test_every_route_is_asked_badly(stack: Stack) -> None:
     """A route that takes a body or parameters has bad ones in the list above; one that takes none is named here."""
-    from rollout.http import adapters, chat, control, data, sglang
+    from rollout.http import adapters, chat, control, sglang, vllm
 
     nothing = {"/resume", "/continue_generation", "/flush_cache"}
-    makers = (adapters.AdapterRoutes, chat.Chat, control.ControlRoutes, data.CompletionRoutes, sglang.SGLang)
-    sources = [Path(inspect.getfile(maker)).read_text() for maker in makers]
-    routes = {path for source in sources for path in re.findall(r'Route\("POST", "([^"]+)"', source)}
+    sources = [Path(inspect.getfile(module)).read_text() for module in (adapters, chat, control, sglang, vllm)]
+    routes = {path for source in sources for path in re.findall(r'post\("([^"]+)"', source)}
     assert len(routes) > 20
     bad = {path.split("?")[0] for path, _, _ in BAD}
     assert routes - bad - nothing == set()
-    refused = {*control.ELSEWHERE, *sglang.ELSEWHERE}
+    refused = {*control.UNSUPPORTED, *sglang.UNSUPPORTED}
     for path in sorted(refused):
         assert stack.post(path).status_code == 501, path
 
@@ -613,7 +611,7 @@ def running_request(stack: Stack) -> Iterator[Callable[[], httpx.Response]]:
     answers: list[httpx.Response] = []
     body = {"prompt": PROMPT, "max_tokens": 700, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
     thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{stack.facade.url}/v1/completions", json=body, timeout=120))
+        target=lambda: answers.append(httpx.post(f"{stack.gateway.url}/v1/completions", json=body, timeout=120))
     )
     before = stack.client.status()["generated_tokens"]
     thread.start()
@@ -667,7 +665,10 @@ def test_abort_request_ends_what_runs(stack: Stack, running_request: Callable[[]
 def test_whoever_hangs_up_leaves_nothing_running(stack: Stack) -> None:
     body = {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True}
     before = stack.client.status()["generated_tokens"]
-    with httpx.Client(base_url=stack.facade.url, timeout=httpx.Timeout(60, read=0.5)) as http, pytest.raises(httpx.ReadTimeout):
+    with (
+        httpx.Client(base_url=stack.gateway.url, timeout=httpx.Timeout(60, read=0.5)) as http,
+        pytest.raises(httpx.ReadTimeout),
+    ):
         http.post("/v1/completions", json=body)
     until(lambda: stack.client.status()["running"] == 0)
     assert stack.client.status()["generated_tokens"] - before < 8000
@@ -766,7 +767,7 @@ def test_what_probes_read(stack: Stack) -> None:
     assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
     assert (info["tp_size"], info["pp_size"], info["ep_size"], info["enable_memory_saver"]) == (1, 1, 1, False)
     (worker,) = stack.http.get("/workers").json()["workers"]
-    assert worker["url"] == stack.facade.url
+    assert worker["url"] == stack.gateway.url
 
 
 # SGLang
@@ -857,17 +858,17 @@ def test_another_session_s_ids_are_not_taken(stack: Stack) -> None:
 
 
 def test_kept_turns_are_bounded() -> None:
-    from rollout.http.token_id_cache import TokenIdCache
+    from rollout.http.conversation import TokenIdCache
 
-    turns = TokenIdCache(most_tokens=100)
+    turns = TokenIdCache(max_tokens=100)
     for i in range(50):
-        turns.keep("s", [{"role": "assistant", "content": str(i)}], {}, np.zeros(10, np.int32))
+        turns.add("s", [{"role": "assistant", "content": str(i)}], {}, np.zeros(10, np.int32))
     found = [turns.find("s", [{"role": "assistant", "content": str(i)}], {}) is not None for i in range(50)]
     assert found == [False] * 40 + [True] * 10
 
 
 def test_tool_calls_are_read() -> None:
-    from rollout.http.chat import tool_calls
+    from rollout.http.conversation import tool_calls
 
     text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "go"}</tool_call>'
     content, calls = tool_calls(text)
@@ -901,7 +902,8 @@ def test_a_chat_stream_holds_the_same_message(stack: Stack) -> None:
 
 
 def test_a_call_in_a_stream_comes_whole_behind_the_text_before_it() -> None:
-    from rollout.http.chat import last_delta, tool_calls
+    from rollout.http.chat import last_delta
+    from rollout.http.conversation import tool_calls
 
     text = 'Let me see. <tool_call>{"name": "go"}</tool_call>'
     content, calls = tool_calls(text)

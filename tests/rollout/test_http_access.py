@@ -1,4 +1,4 @@
-"""Who may ask the facade, and by which name; what listens where; and who is still there."""
+"""Who may ask the gateway, and by which name; what listens where; and who is still there."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_at_other_addresses_the_token_decides(tiny_model: Path) -> None:
 
 
 def test_what_cannot_be_listened_at_is_told() -> None:
-    from rollout.http.facade import Settings
+    from rollout.http.settings import Settings
 
     for settings in ({"port": 70_000}, {"port": -1}, {"admin_port": 65_536}):
         with pytest.raises(ValueError, match=r"port -?\d+: must be 1 to 65535"):

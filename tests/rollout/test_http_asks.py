@@ -20,10 +20,12 @@ from transport.loopback import LoopbackService
 
 pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 
-from rollout.http.requests import MOST_JOINED, PromptRequest, RequestQueue  # noqa: E402
+from rollout.http.requests import PromptRequest, RequestQueue  # noqa: E402
+from rollout.http.settings import RequestLimits  # noqa: E402
 
 PROMPT = np.array([5], np.int32)
 WAIT_S = 60.0
+REQUEST_LIMITS = RequestLimits(max_joined=64)
 Use = Callable[[RequestQueue], Coroutine[Any, Any, Any]]
 
 
@@ -36,7 +38,7 @@ class Stack(msgspec.Struct):
 
     def run(self, use: Use, client: RolloutClient | None = None) -> Any:
         async def main() -> Any:
-            return await asyncio.wait_for(use(RequestQueue(client or self.client)), WAIT_S)
+            return await asyncio.wait_for(use(RequestQueue(client or self.client, REQUEST_LIMITS)), WAIT_S)
 
         return asyncio.run(main())
 
@@ -111,8 +113,8 @@ def test_other_prompts_stay_alone(stack: Stack) -> None:
 
 
 def test_a_group_has_a_bound_and_the_service_s_limits_hold(stack: Stack) -> None:
-    stack.run(lambda asks: asked(asks, *[sampling()] * (MOST_JOINED + 3)))
-    assert [group.sampling.n for group in stack.groups] == [MOST_JOINED, 3]
+    stack.run(lambda asks: asked(asks, *[sampling()] * (64 + 3)))
+    assert [group.sampling.n for group in stack.groups] == [64, 3]
     stack.groups.clear()
     engine, end = FakeEngine(limits := Limits(max_n=4, max_samples_per_client=5)), LoopbackService()
     with serving(engine, end, limits=limits), RolloutClient(transport=end.connect()) as client:

@@ -1,4 +1,4 @@
-"""The facade's frame: who may ask, how much, over how many connections, and how it ends."""
+"""The gateway's frame: who may ask, how much, over how many connections, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from rollout.client.api import RolloutClient
-from tests.support.facade import facade
 from tests.support.fake_engine import FakeEngine, expected
-from tests.support.http_stack import BODY, POST, TOKEN, Stack, bounds, raw, stack_of
+from tests.support.gateway import gateway
+from tests.support.http_stack import BODY, POST, TOKEN, Stack, limits, raw, stack_of
 from tests.support.waiting import until
 from tests.support.wire import serving
 from transport.loopback import LoopbackService
@@ -58,7 +58,7 @@ def test_a_token_opens_all_but_the_probes(tiny_model: Path) -> None:
 
 
 def test_other_addresses_than_loopback_need_a_token() -> None:
-    from rollout.http.facade import Settings
+    from rollout.http.settings import Settings
 
     for settings in ({"host": "0.0.0.0"}, {"host": "192.168.1.2"}, {"admin_host": "::", "admin_port": 1}):
         with pytest.raises(ValueError, match="open to other machines: give --token-file"):
@@ -76,7 +76,7 @@ def test_web_pages_may_not_ask(stack: Stack) -> None:
 
 def test_administrators_have_a_port_of_their_own(tiny_model: Path) -> None:
     with stack_of(tiny_model, admin_port=0) as stack:
-        assert stack.facade.admin_url != stack.url
+        assert stack.gateway.admin_url != stack.url
         for path in (
             "/pause?mode=keep",
             "/resume",
@@ -88,16 +88,16 @@ def test_administrators_have_a_port_of_their_own(tiny_model: Path) -> None:
             response = httpx.post(stack.url + path, json={})
             assert response.status_code == 403 and "--admin-port" in response.json()["error"]["message"]
         assert stack.generate().status_code == 200
-        assert httpx.post(stack.facade.admin_url + "/inference/v1/generate", json=BODY).status_code == 404
-        assert httpx.get(stack.facade.admin_url + "/v1/models").json()["data"][0]["id"] == "fake"
-        assert httpx.post(stack.facade.admin_url + "/abort_requests", json={}).json()["aborted"] == 0
+        assert httpx.post(stack.gateway.admin_url + "/inference/v1/generate", json=BODY).status_code == 404
+        assert httpx.get(stack.gateway.admin_url + "/v1/models").json()["data"][0]["id"] == "fake"
+        assert httpx.post(stack.gateway.admin_url + "/abort_requests", json={}).json()["aborted"] == 0
 
 
 # how much
 
 
 def test_a_body_has_a_size(tiny_model: Path) -> None:
-    with stack_of(tiny_model, bounds=bounds(max_body_bytes=1000)) as stack:
+    with stack_of(tiny_model, limits=limits(max_body_bytes=1000)) as stack:
         url = f"{stack.url}/inference/v1/generate"
         assert httpx.post(url, content=b"x" * 1001).status_code == 413
         assert httpx.post(url, content=iter([b"x" * 600] * 3)).status_code == 413  # chunked: no length is told
@@ -106,7 +106,7 @@ def test_a_body_has_a_size(tiny_model: Path) -> None:
 
 def test_all_bodies_together_have_a_size(tiny_model: Path) -> None:
     with (
-        stack_of(tiny_model, bounds=bounds(max_body_bytes=60_000, max_buffered_bytes=100_000)) as stack,
+        stack_of(tiny_model, limits=limits(max_body_bytes=60_000, max_buffered_bytes=100_000)) as stack,
         ExitStack() as open_now,
     ):
         head = POST + b"content-length: 50000\r\nconnection: close\r\n\r\n"
@@ -127,7 +127,7 @@ def read_all_of_first(connections: list[socket.socket]) -> tuple[int, dict[str, 
 
 
 def test_half_open_connections_end(tiny_model: Path) -> None:
-    with stack_of(tiny_model, bounds=bounds(head_timeout_s=0.2, body_timeout_s=0.2)) as stack:
+    with stack_of(tiny_model, limits=limits(head_timeout_s=0.2, body_timeout_s=0.2)) as stack:
         request = POST + b"connection: close\r\n"
         for sent in (b"", b"PO", request, request + b"content-length: 50\r\n\r\n{"):
             with raw(stack.port) as connection:
@@ -140,7 +140,7 @@ def test_half_open_connections_end(tiny_model: Path) -> None:
 
 def test_a_slow_sample_is_not_a_half_open_connection(tiny_model: Path) -> None:
     """The control: time-outs are for what comes in."""
-    with stack_of(tiny_model, bounds=bounds(head_timeout_s=0.1, body_timeout_s=0.1)) as stack:
+    with stack_of(tiny_model, limits=limits(head_timeout_s=0.1, body_timeout_s=0.1)) as stack:
         stack.engine.step_s = 0.2
         assert stack.generate().status_code == 200
 
@@ -185,7 +185,7 @@ def test_a_thousand_connections(tiny_model: Path) -> None:
 
 
 def test_connections_over_the_limit_are_told_so(tiny_model: Path) -> None:
-    with stack_of(tiny_model, bounds=bounds(max_connections=20)) as stack, ExitStack() as open_now:
+    with stack_of(tiny_model, limits=limits(max_connections=20)) as stack, ExitStack() as open_now:
         for _ in range(20):
             open_now.enter_context(raw(stack.port))
         with raw(stack.port) as one_more:
@@ -233,6 +233,19 @@ def test_whoever_hangs_up_is_cancelled(tiny_model: Path) -> None:
         until(lambda: len(stack.engine.aborted) == 1)
         stack.engine.frozen = False
         assert stack.generate().status_code == 200
+
+
+def test_a_disconnect_ends_a_request_that_has_another_one_pipelined_after_it(tiny_model: Path) -> None:
+    """uvicorn reports the disconnect to the last request only."""
+    with stack_of(tiny_model) as stack:
+        stack.engine.step_s = 0.001
+        body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 40_000}, "stream": True}).encode()
+        request = POST + b"content-length: %d\r\n\r\n" % len(body) + body
+        with raw(stack.port) as connection:
+            connection.sendall(request + request)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        until(lambda: not stack.engine.groups)
+        assert len(stack.engine.aborted) == 1, "the second request never started"
 
 
 # streams
@@ -339,37 +352,39 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
     import asyncio
 
     from engine.types import Sample, Sampling
+    from rollout.http.generation import GenerationService
+    from rollout.http.settings import Settings
     from rollout.http.text import Text
-    from rollout.http.text_stream import pieces
-    from rollout.http.upstream import MAX_WAITING_PARTS, Upstream
+    from rollout.http.upstream import Upstream
     from rollout.models import load_tokenizer
 
     engine, end = FakeEngine(), LoopbackService()
     text = Text(load_tokenizer(tiny_model))
 
     async def slow(client: RolloutClient) -> list[Any]:
-        upstream = Upstream(client)
-        prompt, sampling = upstream.check([5], each := Sampling(max_tokens=3000, stream_every=1)), each
+        upstream = Upstream(client, 0.25)
+        generation = GenerationService(upstream, text, None, Settings(limits=limits(max_waiting_chunks=20)))  # type: ignore[arg-type]
+        group = generation.group([5], Sampling(max_tokens=3000, stream_every=1), ())
         got = []
-        async for piece in pieces(upstream, [(prompt, sampling)], text, [None], [()]):
+        async for chunk in generation.stream([group]):
             if not got:
                 await asyncio.to_thread(until, lambda: not engine.groups)
                 await asyncio.sleep(0)
-            got.append(piece)
+            got.append(chunk)
         upstream.close()
         return got
 
     with serving(engine, end), RolloutClient(transport=end.connect()) as client:
         got = asyncio.run(slow(client))
-    assert len(got) <= MAX_WAITING_PARTS + 2 and isinstance(got[-1].sample, Sample)
-    assert [id for piece in got for id in piece.ids] == expected([5], 0, 3000)
+    assert len(got) <= 20 + 2 and isinstance(got[-1].sample, Sample)
+    assert [id for chunk in got for id in chunk.ids] == expected([5], 0, 3000)
 
 
 # ends
 
 
 def test_at_its_end_requests_may_finish_and_the_rest_come_back_with_what_they_have(tiny_model: Path) -> None:
-    with stack_of(tiny_model, bounds=bounds(grace_s=0.3)) as stack:
+    with stack_of(tiny_model, limits=limits(grace_s=0.3)) as stack:
         stack.engine.step_s = 0.01
         answers: list[httpx.Response] = []
         long = {"token_ids": [5], "sampling_params": {"max_tokens": 40_000}}
@@ -377,7 +392,7 @@ def test_at_its_end_requests_may_finish_and_the_rest_come_back_with_what_they_ha
         thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=long, timeout=60)))
         thread.start()
         until(lambda: stack.engine.groups)
-        stack.facade.end()
+        stack.gateway.end()
         thread.join(60)
         (choice,) = answers[0].json()["choices"]
         assert choice["finish_reason"] == "abort" and choice["token_ids"] == expected([5], 0, len(choice["token_ids"]))
@@ -389,7 +404,7 @@ def test_a_service_that_is_lost_is_told_as_503(tiny_model: Path) -> None:
         services.enter_context(serving(engine, end))
         with (
             RolloutClient(transport=end.connect(), link_timeout_s=0.3) as client,
-            facade(client, tiny_model) as running,
+            gateway(client, tiny_model) as running,
         ):
             services.close()
             response = httpx.post(f"{running.url}/inference/v1/generate", json=BODY, timeout=60)
@@ -449,7 +464,7 @@ def test_the_command_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
         command += ["--tokenizer", str(tiny_model), "--model-name", "tiny", "--ready-file", str(ready)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
             try:
-                until(lambda: ready.exists() or process.poll() is not None, "the facade listens", 120)
+                until(lambda: ready.exists() or process.poll() is not None, "the gateway listens", 120)
                 assert ready.exists(), process.stderr and process.stderr.read()
                 url = ready.read_text().split()[0]
                 assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"

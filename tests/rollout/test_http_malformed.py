@@ -1,4 +1,4 @@
-"""A request that nobody could mean is refused in words, on every route: it is never a failure of the facade."""
+"""A request that nobody could mean is refused in words, on every route: it is never a failure of the gateway."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from engine.types import Limits
 from rollout.client.api import RolloutClient
-from tests.support.facade import facade
 from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import gateway
 from tests.support.wire import serving
 from transport.loopback import LoopbackService
 
@@ -111,7 +111,7 @@ NAMES = ["self", "messages", "add_generation_prompt", "chat_template", "tokenize
 
 @pytest.fixture(scope="module")
 def http(tiny_model: Path) -> Iterator[httpx.Client]:
-    """A facade whose service changes nothing when it is asked to pause, sleep and so on: what comes after is served."""
+    """A gateway whose service changes nothing when it is asked to pause, sleep and so on: what comes after is served."""
     end = LoopbackService()
     with (
         serving(FakeEngine(LIMITS), end, limits=LIMITS),
@@ -121,7 +121,7 @@ def http(tiny_model: Path) -> Iterator[httpx.Client]:
         for name in ("pause", "drain", "resume", "abort_all", "wake"):
             patch.setattr(client, name, lambda *_, **__: None)
         patch.setattr(client, "sleep", lambda *_: 0)
-        with facade(client, tiny_model, names=("tiny",)) as running, httpx.Client(base_url=running.url, timeout=60) as made:
+        with gateway(client, tiny_model, names=("tiny",)) as running, httpx.Client(base_url=running.url, timeout=60) as made:
             yield made
 
 
@@ -177,20 +177,20 @@ def malformed(draw: st.DrawFn) -> tuple[str, Any]:
     suppress_health_check=list(HealthCheck),
 )
 @given(case=malformed())
-def test_a_malformed_body_is_no_failure_of_the_facade(http: httpx.Client, case: tuple[str, Any]) -> None:
+def test_a_malformed_body_is_no_failure_of_the_gateway(http: httpx.Client, case: tuple[str, Any]) -> None:
     path, body = case
     refused_or_served(http.post(path, content=written(body)))
 
 
 @pytest.mark.parametrize(("method", "path", "name"), QUERIES)
-def test_a_malformed_query_is_no_failure_of_the_facade(http: httpx.Client, method: str, path: str, name: str) -> None:
+def test_a_malformed_query_is_no_failure_of_the_gateway(http: httpx.Client, method: str, path: str, name: str) -> None:
     for value in ("", "x", "\0", "1" * 10_000, "true", "-1", "\U0001f389", "weights"):
         refused_or_served(http.request(method, path, params={name: value}))
         refused_or_served(http.request(method, path, params={name: value, "self": "1"}))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b"\xff\xfe", b'"\\ud800"', *NESTED.values(), b"{}" * 3, b"null"])
-def test_what_is_no_json_is_no_failure_of_the_facade(http: httpx.Client, content: bytes) -> None:
+def test_what_is_no_json_is_no_failure_of_the_gateway(http: httpx.Client, content: bytes) -> None:
     for path in sorted({path for path, _ in BODIES}):
         refused_or_served(http.post(path, content=content))
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.http_stack import Stack, bounds, stack_of
+from tests.support.http_stack import Stack, limits, stack_of
 
 pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
@@ -38,7 +38,7 @@ def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("hostile") / "model"
     shutil.copytree(tiny_model, folder)
     (folder / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
-    with stack_of(folder, bounds=bounds(prompt_timeout_s=2.0, prompt_memory_bytes=64 << 20, max_samples=10)) as made:
+    with stack_of(folder, limits=limits(prompt_timeout_s=2.0, prompt_memory_bytes=64 << 20, max_samples=10)) as made:
         yield made
 
 
@@ -138,7 +138,7 @@ def test_texts_are_joined_to_jobs_of_one_context() -> None:
 def test_a_pause_changes_no_update_that_is_under_way() -> None:
     """Between the awaits of an update that keeps KV comes a pause that has the next weights compute it again."""
     from rollout.http.control import ControlRoutes
-    from rollout.http.sglang import SGLang
+    from rollout.http.sglang import SGLangRoutes, UpdateFromDisk
     from rollout.http.upstream import Upstream
     from transport.errors import Busy
 
@@ -151,7 +151,7 @@ def test_a_pause_changes_no_update_that_is_under_way() -> None:
             pause=lambda: None,
             refresh=lambda folder, **how: (asked.append(how["kv"]), SimpleNamespace(version=1))[1],
         )
-        upstream = Upstream(client)  # type: ignore[arg-type]
+        upstream = Upstream(client, 0.25)  # type: ignore[arg-type]
 
         async def status() -> dict[str, Any]:
             looked.set()
@@ -159,19 +159,16 @@ def test_a_pause_changes_no_update_that_is_under_way() -> None:
             return {"version": 0}
 
         upstream.status = status  # type: ignore[method-assign]
-        body = SimpleNamespace(
-            model_path="/a", load_format=None, weight_version=None, abort_all_requests=False, flush_cache=False
-        )
-        bodies = SimpleNamespace(decode=lambda *_: asyncio.sleep(0, body))
-        sglang = SGLang(SimpleNamespace(), upstream, bodies, "")  # type: ignore[arg-type]
-        control = ControlRoutes(upstream, bodies)  # type: ignore[arg-type]
-        update = asyncio.create_task(sglang.update_from_disk(None))  # type: ignore[arg-type]
+        generation: Any = SimpleNamespace(upstream=upstream)
+        sglang, control = SGLangRoutes(generation, ""), ControlRoutes(generation)
+        body = UpdateFromDisk(model_path="/a", flush_cache=False)
+        update = asyncio.create_task(sglang.update_from_disk(None, body))  # type: ignore[arg-type]
         async with asyncio.timeout(WAIT_S):
             await looked.wait()
             await control.pause(SimpleNamespace(query_params={"mode": "keep"}))  # type: ignore[arg-type]
-            assert upstream.kv == "recompute", "for later weights"
+            assert upstream.kv_policy == "recompute", "for later weights"
             with pytest.raises(Busy):
-                await sglang.update_from_disk(None)  # type: ignore[arg-type]
+                await sglang.update_from_disk(None, body)  # type: ignore[arg-type]
             go_on.set()
             await update
         upstream.close()

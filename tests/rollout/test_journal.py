@@ -99,7 +99,7 @@ def test_resubmit_sends_what_was_open_once_the_weights_are_there(start: Callable
         until(lambda: client.status()["version"] == 1)
         handles = [client.submit([number], Sampling(n=3, max_tokens=300 * (1 + number))) for number in range(3)]
         first = next(handles[0].samples(WAIT))
-        request = client._link.request(lambda id: m.Control(id, "drain"))
+        request = client._session.link.request(lambda id: m.Control(id, "drain"))
         process.kill()
         process.start(version=0)
         with pytest.raises(ServiceRestarted):  # a request is not known to be harmless twice

@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from engine.types import Sampling
-from rollout.client import connection
 from rollout.client.api import RolloutClient
+from rollout.client.connection import LinkTiming
 from rollout.service.access import ROLES_OF
 from rollout.service.loop import Service
 from tests.support.fake_engine import FakeEngine, expected
@@ -117,9 +117,9 @@ def test_a_client_without_a_key_is_told_what_it_may_lack(keyed: Keyed) -> None:
 
 REQUESTS: list[tuple[str, Callable[[RolloutClient], object]]] = [
     ("rollout", lambda client: client.submit([1], Sampling(max_tokens=2)).result(WAIT)),
-    ("weights", lambda client: client._link.request(lambda id: m.Abandon(id, "a" * 32)).result(WAIT)),
-    ("weights", lambda client: client._link.request(lambda id: m.Commit(id, "a" * 32, "d")).result(WAIT)),
-    ("weights", lambda client: client._link.request(lambda id: m.Chunk(id, "a" * 32, 0, [])).result(WAIT)),
+    ("weights", lambda client: client._session.link.request(lambda id: m.Abandon(id, "a" * 32)).result(WAIT)),
+    ("weights", lambda client: client._session.link.request(lambda id: m.Commit(id, "a" * 32, "d")).result(WAIT)),
+    ("weights", lambda client: client._session.link.request(lambda id: m.Chunk(id, "a" * 32, 0, [])).result(WAIT)),
     ("admin", lambda client: client.pause()),
     ("admin", lambda client: client.resume()),
     ("admin", lambda client: client.drain(WAIT)),
@@ -144,7 +144,7 @@ def test_a_key_is_refused_what_is_not_its_role(keyed: Keyed, role: Role) -> None
             except Exception:  # this engine has no weights and no modes; it was let through to it
                 refused = False
             assert refused == (role not in needed), (role, needed)
-        assert client._link.welcome is not None  # and serves on
+        assert client._session.link.welcome is not None  # and serves on
 
 
 def test_every_message_has_its_role() -> None:
@@ -192,8 +192,7 @@ def test_keys_come_and_go_while_the_service_runs(keyed: Keyed) -> None:
 
 def test_a_revoked_client_says_so_once(keyed: Keyed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """However often it asks; and how often, once it is closed."""
-    monkeypatch.setattr(connection, "HELLO_RETRY_S", 0.01)
-    with keyed.client("old", "rollout"):
+    with keyed.client("old", "rollout", timing=LinkTiming(hello_retry_s=0.01)):
         files.revoke(keyed.file, "old")
         until(lambda: "message refused" in caplog.text)
         before = taken(keyed.service)
@@ -226,7 +225,7 @@ def test_the_session_id_of_another_client_is_worth_nothing(keyed: Keyed) -> None
         handle = victim.submit([5], ENDLESS)
         until(lambda: victim.status()["running"] == 2)
         thief = RawDealer(keyed.service.endpoint, files.read_client(keyed.add("thief", "rollout")))
-        thief.send(hello(victim._link._session, 99), m.Abort(["#0"]))
+        thief.send(hello(victim._session.link.session, 99), m.Abort(["#0"]))
         (welcome,) = thief.receive(WAIT, 1)
         assert isinstance(welcome, m.Welcome) and not len(welcome.groups)
         assert not handle.done and victim.status()["running"] == 2
@@ -244,7 +243,7 @@ def test_the_routing_id_of_another_client_is_worth_nothing(keyed: Keyed, victim_
         with RolloutClient(str(path), link_timeout_s=WAIT) as victim:
             handle = victim.submit([5], Sampling(n=2, max_tokens=400))
             until(lambda: watcher.status()["running"] == 2)
-            routing_id = victim._link._transport._sock.getsockopt(zmq.ROUTING_ID)  # type: ignore[attr-defined]
+            routing_id = victim._session.link._transport._sock.getsockopt(zmq.ROUTING_ID)  # type: ignore[attr-defined]
             assert len(routing_id) >= 16
             if victim_is_gone:
                 proxy.mute = True
@@ -255,7 +254,7 @@ def test_the_routing_id_of_another_client_is_worth_nothing(keyed: Keyed, victim_
             thief.send(hello(), m.Ack([("#0", 0), ("#0", 1)]), m.Abort(["#0"]))
             answers = thief.receive(0.5)
             thief.close()
-            assert not any(isinstance(message, m.SampleDone | m.SamplesDone) for message in [*silent, *answers])
+            assert not any(isinstance(message, m.SamplesDone) for message in [*silent, *answers])
             proxy.mute = False
             assert [sample.token_ids.tolist() for sample in handle.result(WAIT)] == [expected([5], i, 400) for i in range(2)]
 
@@ -288,16 +287,16 @@ class Broken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self._look = files.read_service
-        monkeypatch.setattr(ring.KeyRing, "look", self._die)
+        monkeypatch.setattr(ring.KeyRing, "reload", self._die)
 
     def _die(self, *_: Any) -> None:
         raise RuntimeError("scripted death")
 
     def mend(self) -> None:
-        self._monkeypatch.setattr(ring.KeyRing, "look", LOOK)
+        self._monkeypatch.setattr(ring.KeyRing, "reload", LOOK)
 
 
-LOOK = ring.KeyRing.look
+LOOK = ring.KeyRing.reload
 
 
 @pytest.fixture
@@ -305,13 +304,13 @@ def dead(keyed: Keyed, monkeypatch: pytest.MonkeyPatch) -> Broken:
     """A service whose door is dead and is not started again."""
     keyed.early = keyed.add("early", "rollout", "read")  # type: ignore[attr-defined]
     keyed.late = keyed.add("late", "rollout")  # type: ignore[attr-defined]
-    monkeypatch.setattr(authenticator.KeyAuthenticator, "tend", lambda self: None)
+    monkeypatch.setattr(authenticator.KeyAuthenticator, "restart_if_dead", lambda self: None)
     return Broken(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_handler_lets_nobody_in(keyed: Keyed, dead: Broken) -> None:
-    thread = keyed.service._transport.door._thread  # type: ignore[attr-defined]
+    thread = keyed.service._transport.authenticator._thread  # type: ignore[attr-defined]
     until(lambda: not thread.is_alive())
     late = files.read_client(keyed.late)  # type: ignore[attr-defined]
     assert knock(RawDealer(keyed.service.endpoint, late), 1.0) == []
@@ -327,10 +326,10 @@ def test_without_enforcement_a_dead_handler_would_let_everybody_in(tmp_path: Pat
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
 
     monkeypatch.setattr(sockets, "guard", open_door)
-    monkeypatch.setattr(authenticator.KeyAuthenticator, "tend", lambda self: None)
+    monkeypatch.setattr(authenticator.KeyAuthenticator, "restart_if_dead", lambda self: None)
     with Keyed(tmp_path, FakeEngine()).serving() as keyed:
         Broken(monkeypatch)
-        thread = keyed.service._transport.door._thread  # type: ignore[attr-defined]
+        thread = keyed.service._transport.authenticator._thread  # type: ignore[attr-defined]
         until(lambda: not thread.is_alive())
         mine = files.read_client(keyed.add("mine", "rollout"))
         public, secret = (half.decode() for half in zmq.curve_keypair())
@@ -344,7 +343,7 @@ def test_a_dead_handler_is_started_again_and_told(
 ) -> None:
     path = keyed.add("late", "rollout")
     with keyed.client("early", "rollout", "read") as early, monkeypatch.context() as patch:
-        patch.setattr(ring.KeyRing, "look", Broken._die)
+        patch.setattr(ring.KeyRing, "reload", Broken._die)
         until(lambda: "has died" in caplog.text)
         assert early.submit([1], Sampling(max_tokens=2)).result(WAIT)  # who is in stays in
         patch.undo()
@@ -372,7 +371,7 @@ def exchange(client: RolloutClient, address: str, keys: files.ClientKeys | None,
         "logprobs": sample.logprobs.tobytes(),
         "weights": bytes(range(256)),
         "names": b"a name to find",
-        "session": client._link._session.encode(),
+        "session": client._session.link.session.encode(),
         "messages": b"submit",
     }
     return {name: content in recorded for name, content in known.items()}

@@ -87,7 +87,7 @@ def key(path: str, rest: str) -> dict[str, torch.Tensor]:
         ({}, key("model.embed_tokens", "lora_embedding_A"), "model.embed_tokens: an adapter of kind embedding_A"),
         ({}, key(Q, "lora_magnitude_vector"), "kind magnitude_vector"),
         ({}, key(Q, "lora_B.bias"), "kind B.bias"),
-        ({}, {f"{PREFIX}{Q}.lora_A.weight": torch.ones(4, 64)}, "A or B does not come"),
+        ({}, {f"{PREFIX}{Q}.lora_A.weight": torch.ones(4, 64)}, "A or B is missing"),
         ({}, {f"{PREFIX}{Q}.lora_B.weight": torch.ones(64, 4)}, "no targets"),
     ],
     ids=range(11),

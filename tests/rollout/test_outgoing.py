@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.types import Limits
-from rollout.client.send_queue import SendQueue, portions
+from rollout.client.connection import SendQueue, split_ids
 from transport.frames import Frame, pack
 from transport.messages import UNTAKEN_BYTES, Ack
 
@@ -19,20 +19,22 @@ def sent(outgoing: SendQueue) -> int:
 
 def test_no_further_than_agreed() -> None:
     outgoing = SendQueue()
-    outgoing.start(paced=True)
+    outgoing.restart(paced=True)
     outgoing.add(*([bytes(PIECE)] for _ in range(10)))
     assert sent(outgoing) == 4 and outgoing.blocked
     outgoing.taken(PIECE)
     assert sent(outgoing) == 1
     outgoing.taken(5 * PIECE)
     assert sent(outgoing) == 4
-    outgoing.start(paced=True)  # another connection
-    assert sent(outgoing) == 1 and not outgoing
+    outgoing.restart(paced=True)  # another connection: what waits is dropped, and bytes count from 0
+    assert not outgoing
+    outgoing.add([bytes(PIECE)])
+    assert sent(outgoing) == 1
 
 
 def test_whatever_is_longer_goes_alone() -> None:
     outgoing = SendQueue()
-    outgoing.start(paced=True)
+    outgoing.restart(paced=True)
     outgoing.add([bytes(2 * UNTAKEN_BYTES)], [b"x"])
     assert sent(outgoing) == 1 and outgoing.blocked
     outgoing.taken(2 * UNTAKEN_BYTES)
@@ -41,14 +43,14 @@ def test_whatever_is_longer_goes_alone() -> None:
 
 def test_a_service_that_does_not_say_what_it_took_is_not_waited_for() -> None:
     outgoing = SendQueue()
-    outgoing.start(paced=False)
+    outgoing.restart(paced=False)
     outgoing.add(*([bytes(PIECE)] for _ in range(10)))
     assert sent(outgoing) == 10
 
 
 def test_chunks_have_their_own_window() -> None:
     outgoing = SendQueue()
-    outgoing.start(paced=True)
+    outgoing.restart(paced=True)
     chunks: list[list[Frame]] = [[bytes(PIECE)] for _ in range(8)]
     for number, chunk in enumerate(chunks):
         outgoing.add_chunk(number, chunk)
@@ -65,6 +67,6 @@ def test_chunks_have_their_own_window() -> None:
 def test_ids_are_sent_in_portions_that_a_header_holds() -> None:
     limits = Limits(max_header_bytes=2000, max_id_bytes=50)
     acks = [("g" * 50, i) for i in range(1000)]
-    some = list(portions(acks, limits))
+    some = list(split_ids(acks, limits))
     assert [ack for portion in some for ack in portion] == acks
     assert all(len(pack(Ack(portion))[0]) <= limits.max_header_bytes for portion in some) and len(some) > 1

@@ -14,8 +14,7 @@ import pytest
 
 from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout import RolloutClient
-from rollout.client.handle import Handle
-from rollout.client.partials import PartialOutputs
+from rollout.client.handle import Handle, PartialOutputs
 from rollout.client.submission import rest_of, sendable
 from rollout.service import streaming
 from tests.support.equivalence import assert_same
@@ -28,11 +27,10 @@ from tests.support.waiting import until
 from tests.support.wire import Bench, serving, submit
 from transport import messages as m
 from transport.checks import Bounds
+from transport.columns import pack_partials, unpack_progress
 from transport.errors import InvalidRequest, ProtocolError, ServiceLost
 from transport.frames import pack
 from transport.loopback import LoopbackService
-from transport.partial import PartialColumns, pack_partials
-from transport.progress import unpack_progress
 
 ROOT = Path(__file__).parents[2]
 WAIT = 60.0
@@ -59,7 +57,7 @@ def chunk(index: int, first: int, tokens: list[int], **changed: Any) -> TokenChu
     return TokenChunk(**{"index": index, "first": first, **fields, **changed})
 
 
-def children_of(*chunks: TokenChunk) -> PartialColumns:
+def children_of(*chunks: TokenChunk) -> m.PackedChildren:
     packed = pack_partials(chunks)
     assert packed is not None
     return packed

@@ -39,6 +39,7 @@ from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.support.wire import serving
 from transport import messages as m
+from transport.columns import unpack_samples
 from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
 from transport.frames import Decoder, pack
 from transport.loopback import LoopbackService
@@ -132,7 +133,7 @@ class Stage:
     def samples(self) -> list[Sample]:
         self.a.send(m.Abort(["g"]))
         self.a.turn()
-        return [message.sample for message in self.a.got if isinstance(message, m.SampleDone)]
+        return [sample for message in self.a.got if isinstance(message, m.SamplesDone) for sample in unpack_samples(message)]
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def test_prepare_is_answered_when_all_is_staged_and_checked(stage: Stage) -> Non
     assert stage.a.ask(m.Commit, IDS[0], stage.digest, "abort").refreshed.version == 1
     stage.assert_live(1)
     stage.a.turn()
-    ended = [message.sample for message in stage.a.got if isinstance(message, m.SampleDone)]
+    ended = [sample for message in stage.a.got if isinstance(message, m.SamplesDone) for sample in unpack_samples(message)]
     assert {sample.finish_reason for sample in ended} == {"aborted"}, "Commit's policy, not Begin's"
 
 
@@ -637,7 +638,7 @@ def test_on_one_device_it_is_staged_there(gpu: FakeGPU, served: Any) -> None:
     for version in (1, 2):
         refreshed = client.refresh(weights_of(version), via="cuda_ipc")
         assert refreshed.via == "cuda_ipc" and refreshed.digest == digest_of(version)
-        assert len(memory.taken_rooms) == version and engine.weights._buffer is None
+        assert len(memory.taken_rooms) == version and engine.weights._buffers.host is None
     damaged = weights_of(3)
     damaged["w4"][-1, -1] = float("nan")
     with pytest.raises(WeightsRefused, match="'w4': it holds NaN or infinity"):
@@ -810,7 +811,7 @@ def test_closing_the_client_ends_its_refresh(served: Any, monkeypatch: pytest.Mo
         channel.window_bytes()
         inside.set()
         channel.chunk(0, [self.data[0][:10]])()
-        client._link.request(lambda id: m.Control(id, "drain")).result(WAIT)
+        client._session.link.request(lambda id: m.Control(id, "drain")).result(WAIT)
 
     other.submit([1, 2, 3], SAMPLING)
     with monkeypatch.context() as patch:
@@ -900,7 +901,7 @@ def test_a_drain_that_is_resumed_is_told(served: Any) -> None:
     client, other = connect(), connect()
     client.submit([1, 2, 3], SAMPLING)
     until(lambda: engine.counters.steps > 3)
-    request = client._link.request(lambda id: m.Control(id, "drain"))
+    request = client._session.link.request(lambda id: m.Control(id, "drain"))
     until(lambda: engine.mode is Mode.DRAINING)
     other.resume()
     with pytest.raises(Busy, match="resumed before"):

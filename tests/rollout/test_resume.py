@@ -220,7 +220,7 @@ def test_scores_are_those_of_the_samples(clients: tuple[RolloutClient, RolloutCl
     ("prompts", "completions", "why"),
     [
         ([PROMPT], [], "1 prompts, 0 lists of completions"),
-        ([PROMPT], [[]], "a prompt without completions"),
+        ([PROMPT], [[]], "no completions to score for a prompt"),
         ([PROMPT], [[[1], []]], "completion 1 has no tokens"),
         ([PROMPT], [[["a"]]], "integer token ids"),
         ([PROMPT], [[[10_000]]], "holds token id 10000"),
@@ -347,10 +347,10 @@ def test_a_turn_that_cannot_be_is_refused(
     (sample,) = client.submit(PROMPT, TURN).result(WAIT)
     with pytest.raises(InvalidRequest, match=reason):
         arguments = {"sampling": TURN, "append": [7], **options}
-        client.continue_samples(msgspec.structs.replace(sample, **changed), PROMPT, **arguments).result(WAIT)
+        client.next_turn(msgspec.structs.replace(sample, **changed), PROMPT, **arguments).result(WAIT)
     assert client.status(WAIT)["kv"]["kept_children"] == 1
     with pytest.raises(InvalidRequest, match="continues one sample"):
-        client.next_turn([sample], PROMPT, TURN, append=[7])
+        client.next_turn([sample], PROMPT, TURN, append=[7])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("after", [("other", 0), ("", 0), ("g", 2**40), ("g", -1), ("x" * 5000, 0)])

@@ -21,8 +21,8 @@ from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.wire import Bench, Peer, submit
 from transport import messages as m
+from transport.columns import unpack_samples
 from transport.frames import Frame, frame_bytes, pack
-from transport.progress import unpack_samples
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
 
@@ -317,7 +317,7 @@ def test_welcome_is_the_first_message_of_a_connection() -> None:
         m.Hello(m.PROTOCOL, old.session, groups=np.frombuffer(m.digest(group), np.uint8)[None])
     )
     bench.turn()
-    assert [type(message) for message in new.read()] == [m.Welcome, m.SampleDone]
+    assert [type(message) for message in new.read()] == [m.Welcome, m.SamplesDone]
 
 
 # many samples in one message
@@ -328,21 +328,21 @@ def shape(messages: list[Any]) -> list[int]:
     return [len(one.ended) if isinstance(one, m.SamplesDone) else 1 for one in messages if not isinstance(one, m.Alive)]
 
 
-def test_samples_that_end_together_come_together_to_those_who_take_that() -> None:
+def test_samples_that_end_together_come_together() -> None:
     """Of several groups; those with other columns apart; what is not acked comes again."""
     bench = Bench()
     groups = [submit("a", n=3), submit("b", n=2), submit("c", n=1, max_tokens=9)]
-    peer, plain = bench.client(m.BATCHES).send(*groups), bench.client().send(*groups)
+    peer = bench.client().send(*groups)
     bench.settle()
     messages = peer.read().copy()
-    assert shape(messages) == [5, 1] and shape(plain.read()) == [1] * 6
+    assert shape(messages) == [5, 1]
     together = unpack_samples(messages[0])
     assert ids(together) == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
     assert [s.token_ids.tolist() for s in together] == [expected([1, 2, 3], i, 4) for i in (0, 1, 2, 0, 1)]
     peer.send(m.Ack([("a", 1), ("b", 0)]))
     bench.turn()
     again = bench.connect(peer.session)
-    again.hello(groups, capabilities=(m.BATCHES,))
+    again.hello(groups)
     bench.turn()
     (some,) = again.take(m.SamplesDone)
     assert ids(unpack_samples(some)) == [("a", 0), ("a", 2), ("b", 1), ("c", 0)]
@@ -351,7 +351,7 @@ def test_samples_that_end_together_come_together_to_those_who_take_that() -> Non
 def test_a_message_of_samples_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "BATCH_SAMPLES", 4)
     bench = Bench()
-    peer = bench.client(m.BATCHES).send(submit("a", n=9))
+    peer = bench.client().send(submit("a", n=9))
     bench.settle()
     assert shape(peer.read()) == [4, 4, 1]
     monkeypatch.setattr(session_module, "BATCH_BYTES", 400)
@@ -365,7 +365,7 @@ def test_no_message_is_longer_than_what_its_connection_has_carried(monkeypatch: 
     """Else a link that breaks after so many bytes would never bring it."""
     monkeypatch.setattr(session_module, "FIRST_BYTES", 192)
     bench = Bench()
-    peer, sizes = bench.client(m.BATCHES), []
+    peer, sizes = bench.client(), []
     for i in range(5):
         peer.send(submit(str(i), n=4))
         bench.settle()
@@ -377,7 +377,7 @@ def test_no_message_is_longer_than_what_its_connection_has_carried(monkeypatch: 
     peer.send(group)
     bench.settle()
     again = bench.connect(peer.session)
-    again.hello([group], capabilities=(m.BATCHES,))
+    again.hello([group])
     bench.turn()
     assert shape(again.read()) == [1] * 4, "it begins anew"
 
@@ -387,7 +387,7 @@ def test_samples_of_a_front_wait_for_each_other_while_more_are_made(monkeypatch:
     now = [100.0]
     monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     bench = Bench()
-    front = bench.client(m.BATCHES, m.GATHERS)
+    front = bench.client(m.GATHERS)
     front.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
     bench.turn()
     assert shape(front.read()) == [1], "the first"
@@ -692,8 +692,8 @@ def test_stop_returns_running_samples_as_aborted() -> None:
     got = last(peer)
     thread.join(60)
     assert not thread.is_alive()  # the goodbye is enough, the linger time is not used up
-    assert [type(message) for message in got if not isinstance(message, m.Alive)] == [m.SampleDone, m.SampleDone, m.Closing]
-    assert {sample.finish_reason for sample in peer.samples()} == {"aborted"} and got[-1].reason == "SIGTERM"
+    assert [type(message) for message in got if not isinstance(message, m.Alive)] == [m.SamplesDone, m.Closing]
+    assert [sample.finish_reason for sample in peer.samples()] == ["aborted"] * 2 and got[-1].reason == "SIGTERM"
     assert not peer.end.send(pack(m.Heartbeat()))
 
 
@@ -767,7 +767,7 @@ def test_groups_end_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     for _ in range(5):
         bench.turn()
-        ended.append(len(peer.take(m.SampleDone)))
+        ended.append(len(peer.samples()))
     assert ended == [3, 3, 3, 3, 0] and not bench.engine.groups
 
 
@@ -798,24 +798,19 @@ def test_a_header_is_bounded_before_it_is_decoded() -> None:
         assert refused.kind == "protocol_error" and "Limits.max_header_bytes" in refused.message
 
 
-def test_a_client_is_told_what_was_taken_when_it_understands_that() -> None:
+def test_alive_reports_the_bytes_received_on_each_connection() -> None:
     bench = Bench()
-    peer, older = bench.connect(), bench.client()
-    peer.send(m.Hello(m.PROTOCOL, peer.session, 1, capabilities=(m.TAKEN,)))
-    bench.turn()
-    (welcome,) = peer.take(m.Welcome)
-    assert m.TAKEN in welcome.capabilities
+    peer, other = bench.client(), bench.client()
     prompt = np.ones(90_000, np.int32)
     sent = 0
     for number in range(8):
-        for one in (peer, older):
-            group = submit(str(number), prompt, serial=number)
-            sent += frame_bytes(pack(group)) if one is peer else 0
-            one.send(group)
+        group = submit(str(number), prompt, serial=number)
+        sent += frame_bytes(pack(group))
+        peer.send(group)
         bench.turn()
     told = [alive.taken_bytes for alive in peer.take(m.Alive)]
     assert told and m.UNTAKEN_BYTES // 4 < told[-1] <= sent
-    assert all(alive.taken_bytes == 0 for alive in older.take(m.Alive))
+    assert all(alive.taken_bytes == 0 for alive in other.take(m.Alive)), "it has sent nothing since Welcome"
 
 
 def test_what_a_peer_calls_itself_does_not_reach_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
@@ -842,7 +837,7 @@ def test_an_engine_whose_weights_cannot_be_read_is_told_and_serves_on() -> None:
     assert (refused.kind, refused.request_id) == ("group_failed", 7)
     peer.send(submit("after"))
     bench.settle()
-    assert len(peer.take(m.SampleDone)) == 1
+    assert len(peer.samples()) == 1
 
 
 # an engine that works elsewhere, and gives back later what was asked to end

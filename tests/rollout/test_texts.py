@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.types import Sample
-from rollout.client.texts import text_of
+from rollout.client.text import text_of
 
 
 @pytest.fixture(scope="module")

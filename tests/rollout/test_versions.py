@@ -11,7 +11,7 @@ import pytest
 
 from engine.types import Sampling, Served
 from rollout.client.api import RolloutClient
-from rollout.client.seen import REMEMBERED, Seen
+from rollout.client.pending import REMEMBERED, WeightHistory
 from rollout.service.journal import Journal
 from tests.support import toy
 from tests.support.lasting import SeededEngine
@@ -171,27 +171,27 @@ def test_resubmitted_groups_wait_for_their_weights_and_no_others() -> None:
     played.welcome(reconnect(played))
     until(lambda: played.client.info.incarnation == "two")
     assert not handle.done
-    assert played.client._link.seen.next_version() == 5, "a refresh without a number is what they wait for"
+    assert played.client._session.link.weights.next_version() == 5, "a refresh without a number is what they wait for"
     played.send(m.Alive(0, 4, digest="bb"))
     assert type(failure(handle)) is ServiceRestarted
 
 
 def test_a_refresh_without_a_number_is_above_what_groups_wait_for() -> None:
-    seen = Seen()
-    seen.told(Served(4, "aa"))
-    seen.note(Served(5, "bb"))  # Applied, before Alive says it
-    seen.restarted(counts_on=False, awaited=True)
-    seen.told(Served(0, "00"))
+    seen = WeightHistory()
+    seen.set_live(Served(4, "aa"))
+    seen.add(Served(5, "bb"))  # Applied, before Alive says it
+    seen.restarted(same_incarnation=False, resubmit=True)
+    seen.set_live(Served(0, "00"))
     assert seen.next_version() == 6
-    seen.told(Served(6, "cc"))
+    seen.set_live(Served(6, "cc"))
     assert seen.next_version() is None
-    seen.restarted(counts_on=True, awaited=True)  # a journal: the service knows
-    seen.told(Served(0, "00"))
+    seen.restarted(same_incarnation=True, resubmit=True)  # a journal: the service knows
+    seen.set_live(Served(0, "00"))
     assert seen.next_version() is None
-    seen.restarted(counts_on=False, awaited=False)  # nothing of before is open
+    seen.restarted(same_incarnation=False, resubmit=False)  # nothing of before is open
     assert seen.next_version() is None
     for version in range(2 * REMEMBERED):
-        seen.note(Served(version, "dd"))
+        seen.add(Served(version, "dd"))
     assert len(seen._digests) == REMEMBERED and seen.digest(6) == "" and seen.digest(2 * REMEMBERED - 1) == "dd"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.weights.live import Weights
+from engine.weights.buffers import RefreshBuffers
 
 
 class Failing:
@@ -31,9 +31,9 @@ class Failing:
 
 def fail_commit(monkeypatch: pytest.MonkeyPatch, k: int, where: str) -> None:
     """Let the next commit fail at slice k of the model. where: one of PLACES."""
-    slices, count = Weights._slices, iter(range(10_000))
+    slices, count = RefreshBuffers.slices, iter(range(10_000))
 
-    def failing(self: Weights, name: str) -> Iterator[Any]:
+    def failing(self: RefreshBuffers, name: str) -> Iterator[Any]:
         for live, kept, scratch in slices(self, name):
             if next(count) != k:
                 yield live, kept, scratch
@@ -48,7 +48,7 @@ def fail_commit(monkeypatch: pytest.MonkeyPatch, k: int, where: str) -> None:
             if where == "after":
                 raise MemoryError("injected")
 
-    monkeypatch.setattr(Weights, "_slices", failing)
+    monkeypatch.setattr(RefreshBuffers, "slices", failing)
 
 
 PLACES = ["before", "saving", "writing", "keeping", "after"]

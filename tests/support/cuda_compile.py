@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
 
-ARCHITECTURES = tuple(KNOWN)
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
 FP8_TYPES = {"data": "*u8", "halves": "*i16", "words": INT32}
 """of the pool in fp8"""
@@ -185,21 +184,17 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
         yield made | {"cut": cut, "top": top}
 
 
-def rows(capability: int, everything: bool) -> Iterator[dict[str, Any]]:
-    """Yield the figures of all kernels. `everything`: for all shapes of heads; else for those of Qwen3-8B, with KV in bf16 and
-    in fp8, and those of its attention on the other architectures too."""
-    for heads in SHAPES if everything else SHORT:
+def rows(capability: int) -> Iterator[dict[str, Any]]:
+    """Yield the figures of all kernels, those of attention for all shapes of heads."""
+    for heads in SHAPES:
         yield from attention(capability, heads)
     yield from others(capability)
-    for other in () if everything else ARCHITECTURES:
-        if other != capability:
-            yield from attention(other, PRODUCTION)
 
 
-def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[dict[str, Any]]:
+def in_a_process(capability: int, timeout_s: float) -> list[dict[str, Any]]:
     """Have `rows` made by a process without the interpreter. Raises RuntimeError with what that printed where it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", f"import {__name__} as c; c.main()", str(capability), "all" if everything else "short"]
+    command = [sys.executable, "-c", f"import {__name__} as c; c.main()", str(capability)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise RuntimeError(f"kernels for compute capability {capability / 10} do not compile:\n{done.stderr[-2000:]}")
@@ -208,5 +203,5 @@ def in_a_process(capability: int, everything: bool, timeout_s: float) -> list[di
 
 def main() -> None:
     """Print the rows of one architecture, `sys.argv[1]`."""
-    for row in rows(int(sys.argv[1]), sys.argv[2] == "all"):
+    for row in rows(int(sys.argv[1])):
         print(json.dumps(row), flush=True)

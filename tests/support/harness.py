@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig
 from engine.kv.block import BlockCopies
 from engine.scheduling.output import copies_failed
 from engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stopping import Vocabulary, stops_of
 from engine.types import Group, Limits, PartialSample, Sample, Sampling
+from tests.support.configs import engine_config
 from tests.support.invariants import check
 from tests.support.plans import sent
 
@@ -142,7 +142,7 @@ def check_lag(sample: Sample, lag: int | None) -> None:
 
 class Harness:
     def __init__(self, device_blocks: int, host_blocks: int, overlap: bool = False, **config: Any) -> None:
-        self.config = EngineConfig(kv_tokens=1, **config)
+        self.config = engine_config(kv_tokens=1, **config)
         self.now = 0.0
         """of the scheduler's clock; a token takes TOKEN_S"""
         self.scheduler = Scheduler(

@@ -1,4 +1,4 @@
-"""A facade over a service of scripts: what tests of its frame share."""
+"""A gateway in front of a scripted engine, for tests of its access, limits and connections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from rollout.client.api import RolloutClient
-from tests.support.facade import Facade, facade
 from tests.support.fake_engine import FakeEngine
+from tests.support.gateway import Gateway, gateway
 from tests.support.wire import serving
 from transport.loopback import LoopbackService
 
@@ -26,11 +26,11 @@ POST = b"POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
 class Stack(msgspec.Struct):
     engine: FakeEngine
     client: RolloutClient
-    facade: Facade
+    gateway: Gateway
 
     @property
     def url(self) -> str:
-        return self.facade.url
+        return self.gateway.url
 
     @property
     def port(self) -> int:
@@ -46,13 +46,13 @@ def stack_of(tiny_model: Path, **settings: Any) -> Iterator[Stack]:
     with (
         serving(engine, end),
         RolloutClient(transport=end.connect()) as client,
-        facade(client, tiny_model, **settings) as running,
+        gateway(client, tiny_model, **settings) as running,
     ):
         yield Stack(engine, client, running)
 
 
-def bounds(**some: Any) -> Any:
-    from rollout.http.app import RequestLimits
+def limits(**some: Any) -> Any:
+    from rollout.http.settings import RequestLimits
 
     return RequestLimits(**some)
 

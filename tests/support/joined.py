@@ -45,7 +45,7 @@ class JoinedFleet:
         assert self.folder is not None and self.file is not None
         path = self.folder / f"{name}.json"
         files.add(self.file, name, roles, path, self.joins.endpoint)
-        self.joins._end.keys.look()  # type: ignore[union-attr]  now, and not a tenth of a second later
+        self.joins._end.keys.reload()  # type: ignore[union-attr]  now, and not a tenth of a second later
         return path
 
     def start(self, name: str, step_s: float = 0.0, *words: str, front: str = "") -> subprocess.Popen[bytes]:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config import EngineConfig
 from engine.scheduling.plan import Plan, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
+from tests.support.configs import engine_config
 
 
 class PlanRow(NamedTuple):
@@ -38,7 +38,7 @@ def sent(plan: Plan) -> Plan:
 def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any) -> Scheduler:
     """Make a scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences; its clock stands still."""
     options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
-    settings = EngineConfig(kv_tokens=4 * device_blocks, **options)
+    settings = engine_config(kv_tokens=4 * device_blocks, **options)
     blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
     return Scheduler(settings, clock=lambda: 0.0, **blocks)
 

@@ -15,6 +15,7 @@ from rollout.client.api import Handle, RolloutClient
 from tests.support.fake_engine import VOCAB
 from transport import errors as e
 from transport import messages as m
+from transport.columns import pack_samples
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
 
@@ -65,19 +66,19 @@ class Played:
         more = {"starts": self.starts, "digest": self.live.digest}
         self.send(m.Welcome(m.PROTOCOL, hello.number, self.incarnation, *info, groups, **more))
 
-    def sample(self, group_id: str, index: int, first: int = 0) -> m.SampleDone:
+    def sample(self, group_id: str, index: int, first: int = 0, **fields: Any) -> m.SamplesDone:
+        """The message of one sample of three tokens; `fields` replaces some of its fields."""
         array = np.arange(first, first + 3, dtype=np.int32)
-        return m.SampleDone(
-            Sample(
-                group_id=group_id,
-                index=index,
-                token_ids=array,
-                logprobs=np.zeros(3, np.float32),
-                finish_reason="aborted",
-                weight_versions=[(0, self.live.version)],
-                prompt_tokens=1,
-            )
+        sample = Sample(
+            group_id=group_id,
+            index=index,
+            token_ids=array,
+            logprobs=np.zeros(3, np.float32),
+            finish_reason="aborted",
+            weight_versions=[(0, self.live.version)],
+            prompt_tokens=1,
         )
+        return pack_samples([group_id], [msgspec.structs.replace(sample, **fields)])
 
 
 def failure(handle: Handle) -> e.RolloutError:

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.config import EngineConfig
 from engine.devices import device_of
 from engine.engine import Engine
 from engine.forward.model import Model
 from engine.types import Sample
 from engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
+from tests.support.configs import engine_config
 
 COMMON = {
     "hidden_size": 64,
@@ -61,7 +61,7 @@ def tiny_engine(
 ) -> Engine:
     options = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 64, "max_batch_tokens": 128, "cpu_offload_gib": 0, **config}
     module = model if model is not None else tiny(name, getattr(torch, dtype))
-    settings = EngineConfig(dtype=dtype, device=device, **options)  # type: ignore[arg-type]
+    settings = engine_config(dtype=dtype, device=device, **options)
     offload = settings.weight_offload
     streamed = None if offload is None else OffloadedModel(module, name, offload, device_of(settings).memory)
     if streamed is None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.sampling import _mix
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.types import Group, Sample, Sampling
+from tests.support.configs import engine_config
 from tests.support.invariants import check
 
 VOCAB = 23
@@ -83,7 +83,7 @@ def expected(group: Group) -> list[list[int]]:
 
 def engine(model: ToyModel | None = None, **config: object) -> Engine:
     options = {"block_size": 4, "kv_tokens": 256, "max_num_seqs": 16, "max_batch_tokens": 32, "cpu_offload_gib": 0, **config}
-    return Engine(EngineConfig(dtype="float32", **options), model or ToyModel())  # type: ignore[arg-type]
+    return Engine(engine_config(dtype="float32", **options), model or ToyModel())  # type: ignore[arg-type]
 
 
 def group(id: str, prompt: Iterable[int], **sampling: object) -> Group:

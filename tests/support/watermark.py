@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.types import Sample
+from tests.support.configs import engine_config
 
 VOCAB = 4096
 MIXED = VOCAB - 1
@@ -70,7 +70,7 @@ def watermark_engine(context: int = 4096, **config: object) -> Engine:
         "cpu_offload_gib": 0,
         **config,
     }
-    return Engine(EngineConfig(dtype="float32", **options), WatermarkModel(context))  # type: ignore[arg-type]
+    return Engine(engine_config(dtype="float32", **options), WatermarkModel(context))  # type: ignore[arg-type]
 
 
 def check_marks(samples: Iterable[Sample]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.weights.live import Weights
+from engine.weights.buffers import RefreshBuffers
 from rollout.process import write_atomically
 from rollout.service.loop import Service
 from tests.support.broken_commit import Failing
@@ -28,14 +28,14 @@ def main() -> None:
     ready, fault = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     distributed.SLOT_BYTES = 500_000  # as the pushers
-    slices = Weights._slices
+    slices = RefreshBuffers.slices
 
-    def failing(self: Weights, name: str) -> Iterator[Any]:
+    def failing(self: RefreshBuffers, name: str) -> Iterator[Any]:
         for number, (live, staged, scratch) in enumerate(slices(self, name), 2 * int(name[1:])):  # two slices a tensor
             fails = fault.exists() and number == int(fault.read_text())
             yield Failing(live, 1) if fails else live, staged, scratch
 
-    Weights._slices = failing  # type: ignore[method-assign]
+    RefreshBuffers.slices = failing  # type: ignore[method-assign]
     service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=LEASE_S, client_grace_s=60.0)
 
     def age(number: int, frame: Any) -> None:

@@ -14,6 +14,7 @@ from engine.types import Limits, Sample, Sampling
 from rollout.service.loop import Service
 from tests.support.fake_engine import FakeEngine
 from transport import messages as m
+from transport.columns import unpack_samples
 from transport.frames import Decoder, Frame, pack
 from transport.loopback import LoopbackService
 
@@ -59,7 +60,7 @@ class Peer:
         return found
 
     def samples(self) -> list[Sample]:
-        return [message.sample for message in self.take(m.SampleDone)]
+        return [sample for message in self.take(m.SamplesDone) for sample in unpack_samples(message)]
 
     def refused(self) -> m.Refused:
         (refused,) = self.take(m.Refused)

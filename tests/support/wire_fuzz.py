@@ -10,9 +10,8 @@ import numpy as np
 
 from engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from transport import messages as m
+from transport.columns import pack_partials, pack_progress, pack_samples
 from transport.frames import DTYPES, pack
-from transport.partial import pack_partials
-from transport.progress import pack_progress, pack_samples
 from transport.weights.cuda_ipc import CudaIpcOffer
 from transport.weights.delta import DeltaOffer
 from transport.weights.distributed import DistributedOffer
@@ -86,32 +85,38 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
     m.Welcome(1, 0, "", "", 1, 1, (), 0, Limits(), (), m.digests([bytes(16), b"0123456789abcdef"])),
     m.Refused("invalid_request", "n=0: must be …", "g"),
     m.Refused("busy", "later", None, 3),
-    m.SampleDone(
-        Sample(
-            group_id="g",
-            index=2,
-            token_ids=np.array([1, 2], np.int32),
-            logprobs=np.array([-0.5, np.nan], np.float32),
-            finish_reason="length",
-            weight_versions=[(0, 4), (1, 5)],
-            prompt_tokens=3,
-            raw_logprobs=np.array([-1.5, -np.inf], np.float32),
-            seconds=0.25,
-            top_ids=np.array([[1, 5], [2, -1]], np.int32),
-            top_logprobs=np.array([[-0.5, -0.75], [0.0, -np.inf]], np.float32),
-        )
+    pack_samples(
+        ["g"],
+        [
+            Sample(
+                group_id="g",
+                index=2,
+                token_ids=np.array([1, 2], np.int32),
+                logprobs=np.array([-0.5, np.nan], np.float32),
+                finish_reason="length",
+                weight_versions=[(0, 4), (1, 5)],
+                prompt_tokens=3,
+                raw_logprobs=np.array([-1.5, -np.inf], np.float32),
+                seconds=0.25,
+                top_ids=np.array([[1, 5], [2, -1]], np.int32),
+                top_logprobs=np.array([[-0.5, -0.75], [0.0, -np.inf]], np.float32),
+            )
+        ],
     ),
-    m.SampleDone(
-        Sample(
-            group_id="g",
-            index=0,
-            token_ids=np.zeros(0, np.int32),
-            logprobs=np.zeros(0, np.float32),
-            finish_reason="error",
-            weight_versions=[],
-            prompt_tokens=3,
-            error="why",
-        )
+    pack_samples(
+        ["g"],
+        [
+            Sample(
+                group_id="g",
+                index=0,
+                token_ids=np.zeros(0, np.int32),
+                logprobs=np.zeros(0, np.float32),
+                finish_reason="error",
+                weight_versions=[],
+                prompt_tokens=3,
+                error="why",
+            )
+        ],
     ),
     pack_samples(
         ["g", "h", "g"],

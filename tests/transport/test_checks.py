@@ -90,7 +90,7 @@ LIES = [
     (sample(logprobs=floats(-1, -1, -1, math.inf)), {}, "logprobs with inf"),
     (sample(logprobs=floats(-1, -1, -1, -math.inf)), {}, "logprobs with -inf"),
     (sample(), {"raw_logprobs": True}, "raw_logprobs none"),
-    (sample(raw_logprobs=floats(-1, -1, -1, -1)), {}, "nobody asked"),
+    (sample(raw_logprobs=floats(-1, -1, -1, -1)), {}, "not requested"),
     (sample(raw_logprobs=floats(-1, -1, -1, math.nan)), {"raw_logprobs": True}, "raw_logprobs with nan"),
     (sample(), {"top_logprobs": 2}, "top_ids none"),
     (sample(**TOP), {}, "top_ids"),

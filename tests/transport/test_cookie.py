@@ -21,7 +21,7 @@ from transport import messages as m
 from transport.frames import pack
 from transport.keys import cookie, files
 from transport.keys.cookie import ClientCookie, cookie_file
-from transport.sockets import ClientEnd, ServiceEnd
+from transport.sockets import ClientEnd, ServiceEnd, SocketOptions
 
 LIMITS = Limits()
 WAIT = 60.0
@@ -82,11 +82,11 @@ STRANGERS = {
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["loopback", "keys"])
 @pytest.mark.parametrize("who", STRANGERS)
-def test_no_message_of_a_stranger_is_read(who: str, keyed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.sockets.HANDSHAKE_MS", 500)
+def test_no_message_of_a_stranger_is_read(who: str, keyed: bool, tmp_path: Path) -> None:
     if keyed:
         files.create(tmp_path / "service.json", "tcp://127.0.0.1:1")
-    service = ServiceEnd("tcp://127.0.0.1:*", LIMITS, str(tmp_path / "service.json") if keyed else None)
+    keys = str(tmp_path / "service.json") if keyed else None
+    service = ServiceEnd("tcp://127.0.0.1:*", LIMITS, keys, SocketOptions(handshake_ms=500))
     with socket.create_connection(("127.0.0.1", int(service.endpoint.rpartition(":")[2]))) as stranger:
         stranger.sendall(STRANGERS[who])
         got = until_closed(stranger)

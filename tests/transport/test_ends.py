@@ -255,7 +255,6 @@ from transport import sockets
 from transport.keys.cookie import Cookie, require
 from transport.keys.authenticator import KeyAuthenticator
 
-sockets.CLIENT_HEARTBEAT_MS = 100
 context = zmq.Context()
 service = context.socket(zmq.ROUTER)
 require(service)
@@ -265,7 +264,7 @@ service.setsockopt(zmq.SNDHWM, 0)
 service.setsockopt(zmq.LINGER, 300)
 service.bind("tcp://127.0.0.1:*")
 cookie.publish(service.getsockopt_string(zmq.LAST_ENDPOINT))
-client = sockets.ClientEnd(service.getsockopt_string(zmq.LAST_ENDPOINT), Limits())
+client = sockets.ClientEnd(service.getsockopt_string(zmq.LAST_ENDPOINT), Limits(), sockets.SocketOptions(heartbeat_ms=100))
 while not client.connected:
     client.receive(0.05)
 assert client.send([b"hello"]) and service.poll(20_000)

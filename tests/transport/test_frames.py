@@ -119,9 +119,8 @@ def test_every_frame_is_named_once() -> None:
     submit = pack(CLIENT_MESSAGES[2])
     assert "1 array frames came, the header names 0" in refusal([*pack(m.Heartbeat()), b""])
     assert "the header names 1" in refusal([*map(bytes, submit), b"more"])
-    sample = {"group_id": "g", "index": 0, "token_ids": [1, "int32", [1]], "logprobs": [1, "int32", [1]]}
-    sample |= {"finish_reason": "stop", "weight_versions": [], "prompt_tokens": 1}
-    header = msgspec.msgpack.encode({"type": "sample", "sample": sample})
+    samples = {"type": "samples", "group_ids": ["g"], "seeds": [0], "prompt_tokens": [1], "ended": []}
+    header = msgspec.msgpack.encode({**samples, "token_ids": [1, "int32", [1]], "logprobs": [1, "int32", [1]]})
     assert "two arrays name frame 1" in refusal([header, b"four"], m.ServiceMessage)
 
 
@@ -137,8 +136,8 @@ def test_unknown_fields_and_wrong_directions() -> None:
     heartbeat = msgspec.msgpack.encode({"type": "heartbeat", "more": 1})
     assert "not a message of this protocol: " in refusal([heartbeat])
     assert "not a message of this protocol: " in refusal([bytes(frame) for frame in pack(m.Heartbeat())], m.ServiceMessage)
-    future = {"type": "hello", "protocol": 2, "session": "0" * 32, "more": 1}  # a newer client must be told its version
-    assert Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(future)]).protocol == 2
+    future = {"type": "hello", "protocol": 4, "session": "0" * 32, "more": 1}  # a newer client must be told its version
+    assert Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(future)]).protocol == 4
 
 
 def escapes(decoder: Decoder[Any], rng: random.Random, valid: list[list[bytes]], count: int) -> tuple[int, list[str]]:

@@ -19,7 +19,7 @@ from tests.support.by_hand import connected
 from tests.support.waiting import until
 from transport import receive_limit, sockets
 from transport.keys.cookie import ClientCookie
-from transport.sockets import ClientEnd, ServiceEnd
+from transport.sockets import ClientEnd, ServiceEnd, SocketOptions
 
 LIMITS = Limits(max_frame_bytes=100_000, max_header_bytes=1000)
 BOUND = 1 << 20
@@ -28,9 +28,10 @@ MOST = 64 << 20
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceEnd]:
-    monkeypatch.setattr(receive_limit, "WAITING_BYTES", BOUND)
-    end = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
+def service(request: pytest.FixtureRequest) -> Iterator[ServiceEnd]:
+    """With the bound of all connections that the test is parametrized by."""
+    total = getattr(request, "param", receive_limit.TOTAL_BYTES)
+    end = ServiceEnd("tcp://127.0.0.1:*", LIMITS, options=SocketOptions(waiting_bytes=BOUND, total_bytes=total))
     yield end
     end.close()
 
@@ -65,7 +66,7 @@ def test_a_message_without_an_end_ends_its_connection(service: ServiceEnd, frame
 
 
 def test_without_the_watch_it_would_be_taken_in(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive_limit.Inflow, "_judge", lambda self: None)
+    monkeypatch.setattr(receive_limit.Inflow, "_enforce", lambda self: None)
     with connected(service.endpoint) as connection:
         assert sent_until_the_end(connection, b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) >= MOST
 
@@ -99,9 +100,9 @@ def test_more_is_expected_by_agreement(service: ServiceEnd) -> None:
         assert sent_until_the_end(connection, (b"\x03" + struct.pack(">Q", 50_000) + bytes(50_000)) * 100) >= 3 * BOUND
 
 
-def test_many_connections_share_a_bound(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("service", [BOUND], indirect=True)
+def test_many_connections_share_a_bound(service: ServiceEnd) -> None:
     """Each is within its own."""
-    monkeypatch.setattr(receive_limit, "TOTAL_BYTES", BOUND)
     ended, quiet = 0, connect(service)
     connections = [connected(service.endpoint) for _ in range(4)]
     for connection in connections:

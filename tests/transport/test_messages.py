@@ -12,10 +12,16 @@ import pytest
 from engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
 from tests.support.wire_fuzz import PARTIALS, same
 from transport import errors
+from transport.columns import (
+    pack_partials,
+    pack_progress,
+    pack_samples,
+    unpack_partials,
+    unpack_progress,
+    unpack_samples,
+)
 from transport.frames import Decoder, pack
 from transport.messages import DIGEST_BYTES, Ended, Progress, SamplesDone, Submit, digest
-from transport.partial import pack_partials, unpack_partials
-from transport.progress import columns_of, pack_progress, pack_samples, unpack_progress, unpack_samples
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
 
@@ -171,7 +177,7 @@ def test_samples_arrive_as_they_were_sent() -> None:
         for name in set(Sample.__struct_fields__) - {"group_id"}:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
     plain = msgspec.structs.replace(SAMPLES[0], raw_logprobs=None, top_ids=None, top_logprobs=None)
-    assert columns_of(plain) != columns_of(SAMPLES[0]) == columns_of(SAMPLES[2])
+    assert plain.layout != SAMPLES[0].layout == SAMPLES[2].layout
     assert unpack_samples(pack_samples(["g"], [plain]))[0].raw_logprobs is None
 
 

@@ -208,7 +208,7 @@ def test_tensors_in_another_dtype_go_whole(served: Any) -> None:
     client, model = connect(), tiny("llama")
     client.refresh(model, via="delta")
     done = client.refresh(model, via="delta")
-    assert "comes as float32, live it is bfloat16" in done.reason and done.via != "delta"
+    assert "is sent as float32, the live one is bfloat16" in done.reason and done.via != "delta"
 
 
 def test_after_a_failure_the_next_goes_whole(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

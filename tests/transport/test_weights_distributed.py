@@ -262,7 +262,7 @@ def test_a_stranger_who_joins_in_place_of_the_service_gets_nothing() -> None:
     trainer.join()
     trainer.close()
     stranger.join()
-    assert isinstance(trainer.error, SourceUnreachable) and "does not have its secret" in trainer.error.message
+    assert isinstance(trainer.error, SourceUnreachable) and "does not know the secret" in trainer.error.message
     assert not stranger.got.any()
 
 
@@ -292,7 +292,7 @@ def test_a_stranger_in_place_of_the_trainer_is_not_taken_for_it(monkeypatch: pyt
         target=suppressed, args=(thief.send, [np.zeros(10, np.uint8)], over.is_set, time.monotonic() + WAIT)
     )
     thread.start()
-    assert "does not have its secret" in failure_of(payload)
+    assert "does not know the secret" in failure_of(payload)
     over.set()
     thread.join(WAIT)
     thief.close()

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from engine.types import Limits, manifest_digest
 from tests.support.sent_tensors import ARRAYS, MANIFEST, TENSORS, WHOLE
 from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights import Offer, Payload, Via, WeightTransport, open_payload, ways
+from transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
 from transport.weights.automatic import choose
 from transport.weights.ends import Sender
 from transport.weights.files import FilesOffer, describe_folder
@@ -59,7 +59,7 @@ def test_asking_which_way_would_be_seen(line: str) -> None:
 
 
 def test_every_name_has_a_way_and_every_offer_opens() -> None:
-    assert set(ways("127.0.0.1")) == set(get_args(Via))
+    assert set(transports("127.0.0.1")) == set(get_args(Via))
     assert all(callable(offer.open) for offer in get_args(Offer))
 
 

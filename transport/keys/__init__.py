@@ -1,8 +1,8 @@
-"""Who may connect to a service, and what may each ask for: keys of CURVE, libzmq's own encryption; without them this user.
+"""Authentication and roles: CURVE keys (libzmq's encryption), or without keys a secret of the service's user.
 
-    rollout keys init, add, revoke ──→ the service's file ──→ KeyRing ──→ Door: whom libzmq lets in
+    rollout keys init, add, revoke ──→ the service's file ──→ KeyRing ──→ KeyAuthenticator: which connections libzmq accepts
                                   └──→ a client's connection file ──→ ClientEnd
 
-`files` are the two files, `ring` the keys as a running service sees them, `door` answers libzmq, `curve` sets sockets up.
-`cookie` is what a service without keys has: one secret, which its user's clients find in a file.
+`files` reads and writes both files, `ring` has the keys of a running service, `authenticator` answers libzmq, `curve`
+configures sockets, `cookie` is the secret of a service without keys.
 """

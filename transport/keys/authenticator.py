@@ -1,7 +1,7 @@
-"""Answers libzmq who may connect (ZAP, https://rfc.zeromq.org/spec/27/), from a thread of its own.
+"""Authenticates connections for libzmq (ZAP, https://rfc.zeromq.org/spec/27/), in a thread of its own.
 
-libzmq asks during each handshake. Where nobody answers, nobody gets in: the socket has ZAP_ENFORCE_DOMAIN, without which
-libzmq would let everybody in instead. An answer of 300 has the client try again, one of 400 has it give up.
+libzmq asks during each handshake. Without an answer the connection is refused: the socket has ZAP_ENFORCE_DOMAIN, without which
+libzmq would accept it. After status 300 the client tries again, after 400 it gives up.
 """
 
 from __future__ import annotations
@@ -15,71 +15,75 @@ import zmq
 
 ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"rollout"
-LOOK_MS = 100
-"""between two looks at the key file, at most"""
-TELL_S = 60.0
-"""between two lines of the log that say who was refused, at least"""
+RELOAD_MS = 100
+"""maximum time between two checks of the key file"""
+LOG_S = 60.0
+"""minimum time between two log lines about refused connections"""
 MOST_ADDRESSES = 16
 """in such a line"""
 BIND_S = 2.0
-"""longest that a new thread waits for the address of the one before it"""
+"""how long a new thread waits until the old one has released the address"""
 
 log = logging.getLogger("rollout.transport.keys")
 
 
-class Judge(Protocol):
-    """Who may connect. For the door's thread: keys (`transport.keys.ring`) or a secret (`transport.keys.cookie`)."""
+class CredentialCheck(Protocol):
+    """Decides which credentials are accepted: keys (`transport.keys.ring`) or a secret (`transport.keys.cookie`). For the
+    authenticator's thread."""
 
-    stranger: str
-    """what those lack whom it refuses, for the log"""
+    refusal_reason: str
+    """for the log"""
 
-    def look(self) -> None:
-        """Look whether something has changed."""
+    def reload(self) -> None:
+        """Read the file again if it has changed."""
         ...
 
-    def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
+    def check(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
         """Return status, text and user of ZAP's answer."""
         ...
 
 
 class KeyAuthenticator:
-    """Lets those in whom a judge lets in, and nobody else. `context`: of the sockets that it guards.
+    """Accepts the connections whose credentials pass a check. `restart_if_dead` and `close` are for the thread that owns the
+    sockets.
 
-    `tend` and `close` are for the thread that owns those sockets."""
+    Args:
+        context: of the sockets.
+        credentials: the check."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], judge: Judge) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], credentials: CredentialCheck) -> None:
         self.restarts = 0
         self.refused = 0
-        """connections; the door's thread counts them"""
+        """number of refused connections; written by the authenticator's thread"""
         self._context = context
-        self._judge = judge
+        self._credentials = credentials
         self._closed = threading.Event()
-        self._told, self._told_at = 0, float("-inf")
-        """how many of the refused the log has, and since when"""
-        self._from = set[str]()
-        """addresses of those that it has not"""
+        self._logged, self._logged_at = 0, float("-inf")
+        """number of refused connections in the log, and time of the last line"""
+        self._unlogged = set[str]()
+        """addresses of the others"""
         self._start()
 
-    def tend(self) -> None:
+    def restart_if_dead(self) -> None:
         """Start the thread again if it has died."""
         if not self._thread.is_alive() and not self._closed.is_set():
             self.restarts += 1
-            log.error("the thread that checks who connects has died, nobody could; started again restarts=%d", self.restarts)
+            log.error("the authenticator thread died and refused all connections; restarted restarts=%d", self.restarts)
             self._start()
 
     def close(self) -> None:
         """End the thread. May be repeated."""
         self._closed.set()
         self._thread.join()
-        if self.refused > self._told:
-            self._tell()
+        if self.refused > self._logged:
+            self._log_refused()
 
     def _start(self) -> None:
         self._listens = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rollout-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollout-authenticator", daemon=True)
         self._thread.start()
         while not self._listens.wait(0.01) and self._thread.is_alive():
-            pass  # the first connection must find it
+            pass  # the first connection needs it
 
     def _run(self) -> None:
         sock = self._context.socket(zmq.REP)
@@ -88,44 +92,46 @@ class KeyAuthenticator:
             _bind(sock)
             self._listens.set()
             while not self._closed.is_set():
-                if sock.poll(LOOK_MS):
+                if sock.poll(RELOAD_MS):
                     request = sock.recv_multipart()
-                    self._judge.look()
+                    self._credentials.reload()
                     sock.send_multipart(self.answer(request))
                 else:
-                    self._judge.look()
+                    self._credentials.reload()
         except Exception:
-            log.exception("the thread that checks who connects failed")
+            log.exception("the authenticator thread failed")
         finally:
             sock.close()
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """Answer one request of libzmq's: [version, request, domain, address, routing id, mechanism, credentials]."""
+        """Answer one request of libzmq: [version, request, domain, address, routing id, mechanism, credentials]."""
         version, number, domain, address, _, mechanism, *credentials = request
         if version != b"1.0" or domain != DOMAIN:
-            return [b"1.0", number, b"400", b"not for this door", b"", b""]
-        status, text, user = self._judge.judge(mechanism, credentials)
+            return [b"1.0", number, b"400", b"not for this authenticator", b"", b""]
+        status, text, user = self._credentials.check(mechanism, credentials)
         if status == b"400":
             self._refuse(address)
         return [b"1.0", number, status, text, user, b""]
 
     def _refuse(self, address: bytes) -> None:
         self.refused += 1
-        if len(self._from) < MOST_ADDRESSES:
-            self._from.add(address.decode("ascii", "replace"))
+        if len(self._unlogged) < MOST_ADDRESSES:
+            self._unlogged.add(address.decode("ascii", "replace"))
         now = time.monotonic()
-        if now - self._told_at >= TELL_S:  # one who tries on fills no disk
-            self._told_at = now
-            self._tell()
+        if now - self._logged_at >= LOG_S:  # a client that tries again and again must not fill the disk
+            self._logged_at = now
+            self._log_refused()
 
-    def _tell(self) -> None:
-        new, self._told = self.refused - self._told, self.refused
-        where, self._from = ",".join(sorted(self._from)), set()
-        log.warning("connections refused why=%r from=%s new=%d refused=%d", self._judge.stranger, where, new, self.refused)
+    def _log_refused(self) -> None:
+        new, self._logged = self.refused - self._logged, self.refused
+        where, self._unlogged = ",".join(sorted(self._unlogged)), set()
+        log.warning(
+            "connections refused why=%r from=%s new=%d refused=%d", self._credentials.refusal_reason, where, new, self.refused
+        )
 
 
 def _bind(sock: zmq.Socket[bytes]) -> None:
-    """Bind, once libzmq has let go of the address. Raises ZMQError after BIND_S."""
+    """Bind when libzmq has released the address. Raises ZMQError after BIND_S."""
     until = time.monotonic() + BIND_S
     while True:
         try:

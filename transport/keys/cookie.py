@@ -1,14 +1,14 @@
-"""The secret of an address without keys, in a file that its user alone can read: a service writes it, clients read it.
+"""The secret of an address without keys, in a file that only its user can read: the service writes it, clients read it.
 
-    service: bind ──→ Cookie.publish ──→ the file, mode 0600 ──→ ClientCookie.show ──→ ZMTP's PLAIN ──→ Door: who shows it is in
+    service: bind ──→ Cookie.publish ──→ the file, mode 0600 ──→ ClientCookie.show ──→ PLAIN ──→ KeyAuthenticator
 
-Whoever can read the files of the service's user is let in; a web page in that user's browser, another user and a program that
-speaks another protocol are not: libzmq refuses whoever has not come through the handshake of ZMTP 3, before a message is read.
+Every process that can read the files of the service's user is accepted. Web pages in that user's browser, other users and
+programs of other protocols are not: libzmq requires the handshake of ZMTP 3 before it reads a message.
 
-A secret is a service's own and lives as long: a client that is refused reads the file again and shows what is new there. So it
-does no harm that a program which listens at the address while no service does is shown an old one.
+A secret is valid as long as its service runs. A refused client reads the file again and sends the new secret, so a program that
+listens at the address between two services learns only an old one.
 
-A service holds a lock on its file. Files without one are those of services that were killed; the next service removes them.
+A service locks its file. A file without a lock belongs to a service that was killed; the next service removes it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from transport.keys.files import BadKeys
 FOLDER_VARIABLE = "ROLLOUT_COOKIES"
 USER = b"rollout"
 NOTHING = "-"
-"""shown by a client that has found no secret: libzmq takes no empty one"""
+"""sent by a client that found no secret: libzmq accepts no empty one"""
 SECRET = re.compile(rb"[0-9a-f]{64}")
 
 log = logging.getLogger("rollout.transport.keys")
 
 
 def folder() -> Path:
-    """Return where the files of tcp:// addresses are. Raises BadKeys for a user without a home."""
+    """Return the folder for tcp:// addresses. Raises BadKeys for a user without a home."""
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
     try:
@@ -51,8 +51,8 @@ def folder() -> Path:
 
 
 def cookie_file(address: str) -> Path:
-    """Return the file with the secret of an address: beside the socket of ipc://PATH; for tcp:// in `folder`, under a name that
-    says on which loopback, since hosts may share a home. Raises BadKeys."""
+    """Return the file with the secret of an address: beside the socket of ipc://PATH; for tcp:// in `folder`, with the
+    loopback in its name, since hosts may share a home. Raises BadKeys."""
     _, _, rest = address.partition("://")
     if _beside(address):
         return Path(os.path.abspath(f"{rest}.cookie"))
@@ -64,12 +64,12 @@ def cookie_file(address: str) -> Path:
 
 
 def _beside(address: str) -> bool:
-    """Whether the file is beside a socket's, in a folder that is not ours; an abstract socket (ipc://@NAME) has none."""
+    """Return whether the file is beside a socket, in a folder of the user; an abstract socket (ipc://@NAME) has none."""
     return address.startswith("ipc://") and not address.startswith("ipc://@")
 
 
 def _loopback() -> str:
-    """Name the loopback of this process: that of its kernel, since it was started, and of its network namespace."""
+    """Identify the loopback of this process: by the boot of its kernel and its network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
@@ -82,16 +82,16 @@ def _loopback() -> str:
 
 
 def require(sock: zmq.Socket[bytes]) -> None:
-    """Let only those in whom the door of this context lets in; if there is none, nobody."""
+    """Accept only connections that the authenticator of this context accepts; without one, none."""
     sock.setsockopt(zmq.PLAIN_SERVER, 1)
     sock.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 class Cookie:
-    """A service's secret. Once it is published, `look` and `judge` are for the door's thread until that has ended."""
+    """The secret of a service. After `publish`, `reload` and `check` are for the authenticator's thread."""
 
-    stranger = "without the secret of this address"
+    refusal_reason = "without the secret of this address"
 
     def __init__(self) -> None:
         self._secret = secrets.token_hex(32)
@@ -102,7 +102,7 @@ class Cookie:
         self._trouble = ""
 
     def publish(self, endpoint: str) -> None:
-        """Write the file of the endpoint, which is bound. From then on clients are let in. Raises BadKeys."""
+        """Write the file of a bound endpoint; from then on connections are accepted. Raises BadKeys."""
         path = cookie_file(endpoint)
         self._makes_folder = not _beside(endpoint)
         try:
@@ -118,8 +118,8 @@ class Cookie:
                 "clients of this user see as well, or give keys (docs/security.md)"
             ) from None
 
-    def look(self) -> None:
-        """Write the file again if somebody has removed it."""
+    def reload(self) -> None:
+        """Write the file again if it was removed."""
         if self._path is None or self._path.exists():
             return
         try:
@@ -128,11 +128,11 @@ class Cookie:
         except OSError as error:
             trouble = error.strerror or ""
             if trouble != self._trouble:  # once, however often it is tried again
-                log.error("the file with the secret is gone, no new client finds it path=%s reason=%s", self._path, trouble)
+                log.error("the file with the secret is gone, new clients are refused path=%s reason=%s", self._path, trouble)
             self._trouble = trouble
 
-    def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
-        """Return status, text and user of ZAP's answer."""
+    def check(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """Return status, text and user of the ZAP answer."""
         if self._path is None:
             return b"300", b"not yet", b""
         known = mechanism == b"PLAIN" and len(credentials) == 2 and hmac.compare_digest(credentials[1], self._secret.encode())
@@ -146,7 +146,7 @@ class Cookie:
             self._path = None
 
     def _write(self, path: Path) -> None:
-        """Write a file that appears whole, locked, and is its owner's alone from the first byte on. Raises OSError."""
+        """Write the file atomically, locked, readable only by its owner from the first byte on. Raises OSError."""
         if self._makes_folder:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -167,7 +167,7 @@ class Cookie:
 
 
 def remove_dead(where: Path) -> None:
-    """Remove the files of services that were killed: nobody holds their lock."""
+    """Remove the files of services that were killed: they have no lock."""
     for path in where.iterdir():
         if path.name.startswith("."):
             continue  # that one is being written
@@ -192,7 +192,7 @@ def _remove_if(path: Path, opened: int) -> None:
 
 
 def _not_alone(about: os.stat_result) -> bool:
-    """Whether others than this user own a file or may use it."""
+    """Return whether other users own a file or may use it."""
     return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IRWXG | stat.S_IRWXO))
 
 
@@ -200,7 +200,7 @@ def _not_alone(about: os.stat_result) -> bool:
 
 
 class ClientCookie:
-    """What a client shows at an address without keys. Raises BadKeys."""
+    """The secret that a client sends to an address without keys. Raises BadKeys."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -208,10 +208,10 @@ class ClientCookie:
         self._shown = ""
         self._why = ""
         self._refused = 0
-        """refusals since this secret was first shown, or let in"""
+        """refusals since this secret was first sent, or accepted"""
 
     def show(self, sock: zmq.Socket[bytes]) -> None:
-        """Have the next connection of a socket show what is in the file now."""
+        """Make the next connection of a socket send the secret that is in the file now."""
         before = self._shown
         self._shown, self._why = read(self._path)
         if self._shown != before:
@@ -219,28 +219,28 @@ class ClientCookie:
         sock.setsockopt(zmq.PLAIN_USERNAME, USER)
         sock.setsockopt(zmq.PLAIN_PASSWORD, (self._shown or NOTHING).encode())
 
-    def let_in(self) -> None:
-        """Note that the service has let this client in."""
+    def accepted(self) -> None:
+        """Note that the service has accepted this client."""
         self._refused = 0
 
     def refused(self) -> bool:
-        """Note a refusal. Returns whether it is final: libzmq reports refusals late, so that the first one may be about a
-        secret that was shown before."""
+        """Note a refusal. Returns whether it is final: libzmq reports refusals late, so the first one may concern an older
+        secret."""
         self._refused += not self.is_old
         return self._refused > 1
 
     @property
     def is_old(self) -> bool:
-        """Whether another secret is in the file than was shown."""
+        """Return whether the file has another secret than was sent."""
         return read(self._path)[0] not in ("", self._shown)
 
     @property
     def refusal(self) -> str:
-        """Say why the service refuses what was shown, and what to do."""
-        why = self._why or "what is there is not its secret"
+        """Say why the service refuses the secret, and how to fix it."""
+        why = self._why or "that is not its secret"
         return (
-            f"{self._address} lets in only who has its secret, looked for in {self._path}: {why}. The service runs as another "
-            f"user, in a container or with another home: give both ends one {FOLDER_VARIABLE} of one user, or give the "
+            f"{self._address} accepts only clients with its secret, looked for in {self._path}: {why}. The service runs as "
+            f"another user, in a container or with another home: give both ends one {FOLDER_VARIABLE} of one user, or give the "
             "service keys and its clients connection files (`rollout keys`, docs/security.md)"
         )
 

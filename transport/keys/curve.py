@@ -12,11 +12,11 @@ from transport.keys.ring import LEAST_NONCE_BYTES
 
 LEAST_LIBZMQ = (4, 3, 5)
 FRAME_BYTES = 33
-"""that encryption adds to a frame: name of the command, nonce, flags, authenticator"""
+"""bytes that encryption adds to a frame: name of the command, nonce, flags, authenticator"""
 
 
 def check_libzmq() -> None:
-    """Raises BadKeys for a libzmq that is not to be trusted with keys."""
+    """Raises BadKeys for a libzmq without reliable CURVE support."""
     if zmq.zmq_version_info() < LEAST_LIBZMQ or not zmq.has("curve"):
         raise BadKeys(
             f"keys need libzmq {'.'.join(map(str, LEAST_LIBZMQ))} or later with CURVE, this is {zmq.zmq_version()}: "
@@ -25,7 +25,7 @@ def check_libzmq() -> None:
 
 
 def guard(sock: zmq.Socket[bytes], keys: ServiceKeys) -> None:
-    """Let only those in whom the door of this context lets in; if there is none, nobody."""
+    """Accept only connections that the authenticator of this context accepts; without one, none."""
     check_libzmq()
     sock.setsockopt(zmq.CURVE_SERVER, 1)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
@@ -34,7 +34,7 @@ def guard(sock: zmq.Socket[bytes], keys: ServiceKeys) -> None:
 
 
 def introduce(sock: zmq.Socket[bytes], keys: ClientKeys) -> None:
-    """Show the client's key, and take no other service than its own."""
+    """Set the client's key, and the key of the service that it accepts."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
@@ -42,6 +42,6 @@ def introduce(sock: zmq.Socket[bytes], keys: ClientKeys) -> None:
 
 
 def renew_routing_id(sock: zmq.Socket[bytes]) -> None:
-    """Name the next connection so that nobody can guess it: what is sent to a routing id goes to whoever has it. And so that
-    the service does not take it for one that it believes to be alive."""
+    """Choose a new random routing id: messages to a routing id reach every peer that has it, and the service must not confuse a
+    new connection with an old one."""
     sock.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(LEAST_NONCE_BYTES))

@@ -1,4 +1,4 @@
-"""The two key files: a service's own, which lists its clients, and a client's, which is all that it needs to connect.
+"""The two key files: a service's, which lists its clients, and a client's connection file.
 
 Both are JSON, hold a secret, and are refused if others than their owner can read them. Both say of which kind and version they
 are, so that one is never taken for the other.
@@ -23,19 +23,19 @@ SERVICE_TAG, CLIENT_TAG = "rollout service keys", "rollout connection"
 
 Role = Literal["rollout", "weights", "admin", "read", "replica"]
 """rollout: groups. weights: refreshes. admin: pause, drain, sleep, the end of all groups. read: status and metrics. replica:
-joins a front, and is given what its clients send"""
+joins a front, and receives what the front's clients send"""
 ROLES: tuple[Role, ...] = get_args(Role)
 Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")]
-"""32 bytes in Z85, as libzmq has them"""
+"""32 bytes in Z85"""
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}\Z")]
 
 
 class BadKeys(ValueError):
-    """A key file cannot be used, or a name in it; the message says why and what to do."""
+    """A key file or a name in it is invalid; the message says why, and how to fix it."""
 
 
 class ClientKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client as the service knows it."""
+    """A client in the service's file."""
 
     name: Name
     public: Key
@@ -47,7 +47,7 @@ class ServiceKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
     version: int
     address: str
-    """where clients reach the service"""
+    """of the service, for clients"""
     public: Key
     secret: Key
     clients: tuple[ClientKey, ...] = ()
@@ -83,8 +83,8 @@ def read_client(path: str | Path) -> ClientKeys:
 
 
 def read_private(path: str | Path, what: str) -> bytes:
-    """Read a file that holds a secret, at most 16 MiB of it. `what`: how messages call it. Raises BadKeys for a file that
-    others can read, or that belongs to somebody else."""
+    """Read a file with a secret, at most 16 MiB. what: name of the file in messages. Raises BadKeys for a file that other users
+    can read or own."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
@@ -94,7 +94,7 @@ def read_private(path: str | Path, what: str) -> bytes:
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise BadKeys(f"{what} {path}: others can read it (mode {about.st_mode & 0o777:o}); chmod 600 {path}")
     if about.st_uid not in (os.geteuid(), 0):
-        raise BadKeys(f"{what} {path}: it belongs to user {about.st_uid}; it must belong to who uses it")
+        raise BadKeys(f"{what} {path}: it belongs to user {about.st_uid}; it must belong to the user of this process")
     return data
 
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> ServiceKeys | ClientKeys:
 
 
 def _write(path: Path, keys: ServiceKeys | ClientKeys, replace: bool) -> None:
-    """Write a file that appears whole and is its owner's alone from the first byte on. Raises BadKeys."""
+    """Write a file atomically, readable only by its owner from the first byte on. Raises BadKeys."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -121,7 +121,7 @@ def _write(path: Path, keys: ServiceKeys | ClientKeys, replace: bool) -> None:
         if replace:
             os.replace(temporary, path)
         else:
-            os.link(temporary, path)  # fails where there is one
+            os.link(temporary, path)  # fails if it exists
             os.unlink(temporary)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def _write(path: Path, keys: ServiceKeys | ClientKeys, replace: bool) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other commands that change key files of this folder waiting. Raises BadKeys."""
+    """Lock the folder's key files against other commands that change them. Raises BadKeys."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -143,7 +143,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def create(path: Path, address: str, clients: tuple[ClientKey, ...] = ()) -> ServiceKeys:
-    """Make a service's file. Raises BadKeys where there is one: its clients would lose their service."""
+    """Create a service's file. Raises BadKeys if it exists: its clients would lose their service."""
     public, secret = _pair()
     keys = ServiceKeys(FILE_VERSION, address, public, secret, clients)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,8 +152,8 @@ def create(path: Path, address: str, clients: tuple[ClientKey, ...] = ()) -> Ser
 
 
 def add(path: Path, name: str, roles: tuple[Role, ...], out: Path, address: str = "") -> ClientKeys:
-    """Make a key for a client: its connection file at `out`, its public half in the service's file. `address`: where this
-    client connects, "" = where all do. Raises BadKeys."""
+    """Create a client's key: the connection file at `out`, and its public half in the service's file. address: for this client;
+    "" = the service's own. Raises BadKeys."""
     if not roles:
         raise BadKeys(f"{name}: give --role with at least one of {', '.join(ROLES)}")
     with _alone(path.parent):
@@ -164,7 +164,7 @@ def add(path: Path, name: str, roles: tuple[Role, ...], out: Path, address: str 
         try:
             client = msgspec.convert({"name": name, "public": public, "roles": sorted(set(roles), key=ROLES.index)}, ClientKey)
         except msgspec.ValidationError:
-            raise BadKeys(f"name {name!r}: must be 1 to 64 of A-Z, a-z, 0-9, and behind the first . _ -") from None
+            raise BadKeys(f"name {name!r}: must be 1 to 64 of A-Z, a-z, 0-9, and after the first character . _ -") from None
         mine = ClientKeys(FILE_VERSION, address or keys.address, keys.public, name, public, secret)
         _write(out, mine, replace=False)
         _write(path, msgspec.structs.replace(keys, clients=(*keys.clients, client)), replace=True)
@@ -172,7 +172,7 @@ def add(path: Path, name: str, roles: tuple[Role, ...], out: Path, address: str 
 
 
 def revoke(path: Path, name: str) -> None:
-    """Take a client's key off the list. A running service reads that within a second. Raises BadKeys."""
+    """Revoke a client's key. A running service notices within a second. Raises BadKeys."""
     with _alone(path.parent):
         keys = read_service(path)
         gone = tuple(client for client in keys.clients if client.name == name)

@@ -1,4 +1,4 @@
-"""The keys of a running service, read again whenever the file changes."""
+"""Keys of a running service, reloaded when the file changes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from transport.keys.files import BadKeys, ClientKey, read_service
 
 KEY_CHARS = 40
 NO_KEY = "~" * KEY_CHARS
-"""stands for a key where there is none; no key has that letter"""
+"""placeholder of a connection without a key; keys do not contain this letter"""
 LEAST_NONCE_BYTES = 16
-"""of the routing id that a client with a key gives each of its connections"""
+"""minimum length of the routing id that a client with a key chooses for each connection"""
 
 log = logging.getLogger("rollout.transport.keys")
 
 
 class KeyRing:
-    """One thread calls `look` and `judge`, the door's; any may read. Raises BadKeys for a file that cannot be used."""
+    """The keys of a service. The authenticator's thread calls `reload` and `check`; any thread may read. Raises BadKeys for an
+    invalid file."""
 
-    stranger = "an unknown key"
+    refusal_reason = "an unknown key"
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.own = read_service(self.path)
-        """as the file was at the start: the service's own key holds until it ends"""
+        """the file at the start: the service's own key does not change"""
         self.readable = True
-        """the file can be used; otherwise nobody new is let in, and open sessions go on"""
+        """whether the file is valid; otherwise new connections are refused and open sessions continue"""
         self._clients = {client.public: client for client in self.own.clients}
         self._seen = self._signature()
 
@@ -41,7 +42,7 @@ class KeyRing:
         """Find the client of a public key."""
         return self._clients.get(key)
 
-    def look(self) -> None:
+    def reload(self) -> None:
         """Read the file again if it has changed."""
         signature = self._signature()
         if signature == self._seen:
@@ -51,14 +52,14 @@ class KeyRing:
             clients = {client.public: client for client in read_service(self.path).clients}
         except BadKeys as error:
             self.readable = False
-            log.error("key file cannot be used, nobody new is let in reason=%s", error)
+            log.error("key file is invalid, new connections are refused reason=%s", error)
             return
         gone, new = self._clients.keys() - clients.keys(), clients.keys() - self._clients.keys()
         log.info("key file read clients=%d added=%d revoked=%d", len(clients), len(new), len(gone))
         self._clients, self.readable = clients, True
 
-    def judge(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
-        """Return status, text and user of ZAP's answer. The user is the key, which libzmq puts on every message."""
+    def check(self, mechanism: bytes, credentials: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """Return status, text and user of the ZAP answer. The user is the key, which libzmq attaches to every message."""
         if mechanism != b"CURVE" or len(credentials) != 1:
             return b"400", b"no key", b""
         if not self.readable:
@@ -75,7 +76,7 @@ class KeyRing:
 
 
 def identified(key: str, routing_id: bytes) -> bytes:
-    """Name a connection by its client's key and its routing id: with the same routing id another key is another peer."""
+    """Identify a connection by its client's key and its routing id."""
     return key.encode() + routing_id
 
 
@@ -84,8 +85,8 @@ def routing_id(peer: bytes) -> bytes:
 
 
 def client_of(ring: KeyRing, peer: bytes) -> ClientKey:
-    """Find whose message this is. Raises KeyRefused for a key that was revoked, ProtocolError for a routing id that another
-    client could guess: libzmq sends to a routing id, whoever has it."""
+    """Return the client of a connection. Raises KeyRefused for a revoked key, ProtocolError for a short routing id: another
+    client could guess it and receive the messages."""
     if len(peer) < KEY_CHARS + LEAST_NONCE_BYTES:
         raise ProtocolError(f"with keys a connection's routing id must be {LEAST_NONCE_BYTES} random bytes or more")
     client = ring.client(peer[:KEY_CHARS].decode())

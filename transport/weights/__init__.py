@@ -1,21 +1,21 @@
-"""How the tensors of a refresh travel. The messages around them (`transport.messages`: Begin, Commit …) are the same for all.
+"""Weight transports: how the tensors of a refresh reach the service. The messages (Begin, Commit …) are the same for all.
 
     trainer's end                            service's end
     ─────────────                            ─────────────
-    ways(host)[via].offer_tensors → Sender
+    transports(host)[via].offer_tensors → Sender
     Sender.offer   where the bytes are  ──→  open_payload(offer, manifest) → Payload
     Sender.before_commit, after_commit  ──→  Payload.read(memory) → staging
 
-    inline     in messages, any host                                  transport.weights.inline
-    shm        in memory that both ends see: one host, one user       transport.weights.shm
-    files      in a folder of safetensors that both ends see          transport.weights.files
-    cuda_ipc   in the trainer's memory on a GPU that both ends see    transport.weights.cuda_ipc
-    gloo, nccl by torch.distributed, any host                         transport.weights.distributed
-    delta      what has changed, in messages, any host                transport.weights.delta
+    inline     messages, any host                                     transport.weights.inline
+    shm        shared memory: one host, one user                      transport.weights.shm
+    files      a folder of safetensors that both ends can read        transport.weights.files
+    cuda_ipc   the trainer's memory on a GPU that both ends see       transport.weights.cuda_ipc
+    gloo, nccl torch.distributed, any host                            transport.weights.distributed
+    delta      changes in messages, any host                          transport.weights.delta
 
-A further way is one more file with both ends, an offer, a Way with its Sender and a Payload (`transport.weights.ends`), and a
-line each in `Via`, `Offer` and `ways` below. The payload is always the same: the bytes of the tensors, one after the other as
-the manifest lists them. Nothing here imports torch before it is used.
+Another transport is one file with both ends (an offer, a WeightTransport with its Sender, a Payload: `transport.weights.ends`)
+and a line each in `Via`, `Offer` and `transports` below. The payload is the same for all: the bytes of the tensors, in the
+manifest's order. Nothing here imports torch before it is used.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from transport.weights.files import Files, FilesOffer
 from transport.weights.inline import Inline, InlineOffer
 from transport.weights.shm import SegmentView, Shm, ShmOffer, host_key
 
-__all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "WeightTransport", "capabilities", "open_payload", "ways"]
+__all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "WeightTransport", "capabilities", "open_payload", "transports"]
 
 Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl", "delta"]
-"""what a trainer may name; "auto": see `transport.weights.automatic`"""
+"""names of the transports; "auto": see `transport.weights.automatic`"""
 Offer = InlineOffer | ShmOffer | FilesOffer | CudaIpcOffer | DistributedOffer | DeltaOffer
-"""what may stand in Begin"""
+"""offers in Begin"""
 
 
-def ways(host: str) -> dict[str, WeightTransport]:
-    """Make the trainer's ends of all ways, by the names of `Via`. `host`: an address of this machine that the service can
-    reach, for torch.distributed."""
+def transports(host: str) -> dict[str, WeightTransport]:
+    """Make the trainer's ends of all transports, by their names. host: an address of this machine that the service can reach,
+    for torch.distributed."""
     files, cuda_ipc, shm, inline = Files(), CudaIpc(), Shm(), Inline()
     automatic = Automatic(files, on_gpus=[cuda_ipc], shm=shm, inline=inline)
-    return {way.via: way for way in (automatic, shm, inline, files, cuda_ipc, Gloo(host), Nccl(host), Delta(automatic))}
+    return {each.via: each for each in (automatic, shm, inline, files, cuda_ipc, Gloo(host), Nccl(host), Delta(automatic))}
 
 
 def capabilities(device: Any) -> tuple[str, ...]:
-    """List what a service says in Welcome of the ways that depend on where the two ends are: `host_key`, `gpu_key` of each GPU,
-    names of backends. `device`: torch.device of its model; None: it is without torch."""
+    """List the capabilities of a service for Welcome: `host_key`, `gpu_key` of each GPU, names of backends. device:
+    torch.device of its model; None: a service without torch."""
     keys = [key] if (key := host_key()) is not None else []
     if device is not None:
         keys += backends(device)
@@ -67,9 +67,14 @@ def open_payload(
     device: Any = None,
     live: LiveWeights | None = None,
 ) -> Payload:
-    """Open the service's end of what a trainer offers. `total`: bytes of the payload. `segment`: keeps shared memory mapped
-    from one refresh to the next. `device`: torch.device of the model. `live`: the weights that serve, where they are here.
+    """Open the service's end of an offer.
 
-    Raises SourceUnreachable where this end does not see what is offered, InvalidRequest where it is not the manifest's,
-    WrongBase where it is against other weights than the live ones."""
+    Args:
+        total: bytes of the payload.
+        segment: keeps shared memory mapped between refreshes.
+        device: torch.device of the model.
+        live: the live weights, if this process has them.
+
+    Raises SourceUnreachable if this end cannot read the source, InvalidRequest if it does not match the manifest, WrongBase if
+    it is a change of other weights than the live ones."""
     return offer.open(Expected(manifest, total, segment, device, live))

@@ -1,4 +1,4 @@
-"""The way that is taken where nobody names one."""
+"""Chooses a transport for via="auto"."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from transport.weights.tensors import Tensors
 
 
 class Automatic(WeightTransport):
-    """Sends a folder by `files`, and tensors as `choose` says. Where the service turns out not to see what is offered, tensors
-    travel by the next way that both ends have; at last by `inline`, which needs no more than the connection.
+    """Sends a folder by `files`, and tensors by the first transport that both ends have (`choose`). If the service cannot read
+    the source, the next one is tried; the last one is `inline`, which needs only the connection.
 
     Args:
-        on_gpus: ways to try first for tensors that are all on GPUs.
-        shm: the way to try for all tensors, and for those on GPUs whose memory the service cannot open."""
+        on_gpus: transports to try first for tensors that are all on GPUs.
+        shm: for other tensors, and for those on GPUs whose memory the service cannot open."""
 
     via = "auto"
 
@@ -33,9 +33,9 @@ class Automatic(WeightTransport):
         return self._files.offer_folder(folder)
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
-        ways = [*(self._on_gpus if tensors.on_gpus else []), self._shm, self._inline]
-        way, sender = choose(ways, tensors, capabilities)
-        sender.instead = partial(self._after, capabilities) if way in self._on_gpus else self._inline.after
+        candidates = [*(self._on_gpus if tensors.on_gpus else []), self._shm, self._inline]
+        chosen, sender = choose(candidates, tensors, capabilities)
+        sender.fallback = partial(self._after, capabilities) if chosen in self._on_gpus else self._inline.after
         return sender
 
     def _after(self, capabilities: Collection[str], other: Sender) -> Sender:
@@ -43,20 +43,22 @@ class Automatic(WeightTransport):
             sender = self._shm.after(other, capabilities)
         except SourceUnreachable:
             return self._inline.after(other)
-        sender.instead = self._inline.after
+        sender.fallback = self._inline.after
         return sender
 
 
-def choose(ways: list[WeightTransport], tensors: Tensors, capabilities: Collection[str]) -> tuple[WeightTransport, Sender]:
-    """Offer tensors by the first way that both ends have, and say which that is. The sender's `reason` says what is wrong with
-    those before it. Raises SourceUnreachable if none is left."""
+def choose(
+    candidates: list[WeightTransport], tensors: Tensors, capabilities: Collection[str]
+) -> tuple[WeightTransport, Sender]:
+    """Offer tensors by the first transport that both ends have. Returns it and its sender, whose `reason` says why the earlier
+    ones failed. Raises SourceUnreachable if all fail."""
     failures: list[str] = []
-    for way in ways:
+    for candidate in candidates:
         try:
-            sender = way.offer_tensors(tensors, capabilities)
+            sender = candidate.offer_tensors(tensors, capabilities)
         except SourceUnreachable as error:
-            failures.append(f"{way.via}: {error.message}")
+            failures.append(f"{candidate.via}: {error.message}")
         else:
             sender.reason = "; ".join(failures) or "the first that both ends have"
-            return way, sender
+            return candidate, sender
     raise SourceUnreachable("; ".join(failures))

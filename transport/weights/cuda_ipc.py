@@ -1,4 +1,4 @@
-"""Tensors that stay on the GPU: the service opens the trainer's memory by CUDA IPC and copies from there. Linux, one host.
+"""Sends tensors on a GPU: the service opens the trainer's memory by CUDA IPC and copies from it. Linux, one host.
 
     trainer   storage ─┬─ Memory: GPU, handle of the allocation, offset, size     exported once in a storage's life
                        └─ spans [tensors, 3]: which memory, first byte, bytes
@@ -8,7 +8,7 @@ What travels is bytes and integers in a Struct. The trainer holds the tensors un
 meanwhile is noticed by the digests, which are those of the bytes that it found.
 
 torch counts the readers of a storage in shared memory, for senders that do not wait for their readers, and keeps the memory of
-one whose readers never came. This sender waits, so the count is given back at once, and the service is told of none.
+one whose readers never came. This sender waits, so it releases the count at once and sends none to the service.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NO_COUNTER = b"/rollout-counts-no-readers"
 
 
 class TrainerStorage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A storage of the trainer's."""
+    """A storage of the trainer."""
 
     gpu: str
-    """its UUID: the two ends may number their devices differently"""
+    """UUID: the two ends may number their devices differently"""
     handle: bytes
-    """of the allocation that it lies in"""
+    """of the allocation that contains it"""
     size: int
     """bytes"""
     offset: int
@@ -62,7 +62,7 @@ class CudaIpcOffer(WeightOffer, frozen=True, eq=False, tag="cuda_ipc", forbid_un
 
 
 def gpu_key(device: Any) -> str:
-    """Name what two ends must have in common to share the memory of this CUDA device."""
+    """Return the key that two ends that see this CUDA device have in common."""
     import torch
 
     return f"cuda_ipc:{torch.cuda.get_device_properties(device).uuid}"
@@ -93,7 +93,7 @@ class CudaIpc(WeightTransport):
 
 
 def export(storage: Any) -> TrainerStorage:
-    """Export a torch.UntypedStorage on a CUDA device. Raises RuntimeError where the driver cannot share its memory."""
+    """Export a torch.UntypedStorage on a CUDA device. Raises RuntimeError if the driver cannot share its memory."""
     import torch
 
     _, handle, size, offset, counter, place, _, _ = storage._share_cuda_()
@@ -109,9 +109,8 @@ class _Known(NamedTuple):
 
 
 class ExportedStorages:
-    """Storages that were exported. `export` turns one into a Memory.
-
-    A storage is exported once: torch wraps its memory anew each time, and keeps the wrappers as long as the storage."""
+    """Cache of exported storages. Each is exported once: torch wraps its memory for each export, and keeps the wrappers as long
+    as the storage. export: makes the Memory of a storage."""
 
     def __init__(self, export: Callable[[Any], TrainerStorage] = export) -> None:
         self._export = export
@@ -167,8 +166,8 @@ def open_memory(memory: TrainerStorage) -> Any:
 
 
 class Copies:
-    """Copies [n] uint8 of a device to where they are wanted: into a tensor on the current stream, and nobody waits; into host
-    memory on a stream of its own, which is waited for, so that a copy does not wait for the step in flight."""
+    """Copies [n] uint8 from a device. Into a tensor: on the current stream, without waiting. Into host memory: on its own
+    stream, and waits for it, so that the copy does not wait for the step in flight."""
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -187,7 +186,7 @@ class Copies:
 
 
 class CudaIpcPayload(Payload):
-    """`open_memory` and `copy` are what there is of CUDA in it.
+    """`open_memory` and `copy` are the calls to CUDA.
 
     Raises InvalidRequest, with the tensor, for spans that are not in their memory or not the manifest's."""
 

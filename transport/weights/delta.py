@@ -1,9 +1,9 @@
-"""Only the elements that have changed since the last refresh, in messages; any host.
+"""Sends only the elements that changed since the last refresh, in messages; any host.
 
     trainer's end    keeps a copy of what was sent last (host memory, as large as the model), and the version and digest that
                      the service then answered
     service's end    adds the differences to its live weights, and stages the sum like any payload: the manifest has the
-                     digest of every whole tensor, so what is not what the trainer meant is refused
+                     digest of every whole tensor, so a wrong result is refused
 
     slice       at most SLICE_BYTES of one tensor; its elements as integers of their size, of which n have changed
                 ┌ n ┬ wide ┬ bitmap? ┬ where ─────────────────┬ narrow ───────────────┬ wide ────────────┐
@@ -32,12 +32,12 @@ from transport.weights.tensors import Tensors, digest
 
 SLICE_BYTES = 1 << 20
 PAYS = 0.75
-"""of the whole tensors' bytes, up to which differences are sent instead"""
+"""maximum size of the differences, relative to the whole tensors; above it the tensors are sent"""
 HEAD_BYTES = 12
 MOST_BYTES = HEAD_BYTES + 4 * SLICE_BYTES
 """of a coded slice: at worst every element is a byte, with its gap and both differences"""
 MARK = -128
-"""a narrow difference that stands for the next wide one"""
+"""narrow difference that refers to the next wide one"""
 
 
 class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=Tr
         for info in expected.manifest:
             dtype = live.inventory.dtype(info.name)
             if info.dtype != dtype:
-                raise WrongBase(f"tensor {info.name!r:.200} comes as {info.dtype}, live it is {dtype}: send it in that dtype")
+                raise WrongBase(f"tensor {info.name!r:.200} is sent as {info.dtype}, the live one is {dtype}: send that dtype")
         if not 0 <= self.size <= expected.total + len(expected.manifest) * MOST_BYTES:
             raise InvalidRequest(f"{self.size} bytes of differences for {expected.total} bytes of tensors")
         return DeltaPayload(self.size, expected.manifest, live.inventory)
@@ -72,7 +72,7 @@ class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=Tr
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> bytes:
-    """Code how a slice has changed. old, new: [elements] of one unsigned integer dtype."""
+    """Encode the change of a slice. old, new: [elements] of one unsigned integer dtype."""
     at = np.flatnonzero(old != new)
     signed = np.dtype(f"i{new.itemsize}")
     differences = (new[at] - old[at]).view(signed)
@@ -98,7 +98,7 @@ def encode(old: np.ndarray, new: np.ndarray) -> bytes:
 
 
 def rest_bytes(head: np.ndarray, elements: int, itemsize: int) -> int:
-    """Return how many bytes follow the head, [3] uint32, of a slice. Raises InvalidRequest for a head that cannot be."""
+    """Return how many bytes follow the head, [3] uint32, of a slice. Raises InvalidRequest for an invalid head."""
     count, wide, bitmap = map(int, head)
     if not wide <= count <= elements or bitmap > 1:
         raise InvalidRequest(f"a slice of {elements} elements with {count} differences, {wide} of them wide")
@@ -137,10 +137,10 @@ def width(info: TensorInfo, size: int) -> int:
 
 
 class Delta(WeightTransport):
-    """Sends differences where it can, else whole tensors by `whole`, and says why in `Refreshed.reason`.
+    """Sends differences if possible, else whole tensors; `Refreshed.reason` says why.
 
     Args:
-        whole: the way for whole tensors, "auto"."""
+        whole: the transport for whole tensors, "auto"."""
 
     via = "delta"
 
@@ -168,8 +168,8 @@ class Delta(WeightTransport):
         self._copies, self._sent = {}, None
 
     def _offer(self, infos: list[TensorInfo], arrays: Sequence[np.ndarray], manifest: list[TensorInfo], whole: Any) -> Sender:
-        """Offer differences if there is something that they can be against and they pay. Whatever is offered, the copies are
-        what is offered from here on; whether the service has it is known by `applied`."""
+        """Offer differences if the service has a usable base and they are small enough. In any case the copies become the
+        offered tensors; `applied` tells whether the service has them."""
         sent, self._sent = self._sent, None
         keys = [(info.name, info.dtype, info.shape) for info in infos]
         total = sum(map(len, arrays))
@@ -183,21 +183,21 @@ class Delta(WeightTransport):
         if size > PAYS * total:
             return self._tracked(whole(), f"delta: does not pay, {size} bytes of differences for {total}")
         sender = InlineSender(self.via, DeltaOffer(*sent, size), manifest, stream)
-        sender.instead_of = (SourceUnreachable, WrongBase)
-        sender.instead = lambda other: whole()
+        sender.fallback_after = (SourceUnreachable, WrongBase)
+        sender.fallback = lambda other: whole()
         return self._tracked(sender, sender.reason)
 
     def _tracked(self, sender: Sender, reason: str) -> Sender:
-        sender.reason, sender.applied, following = reason, self._applied, sender.instead
+        sender.reason, sender.applied, following = reason, self._applied, sender.fallback
         if following is not None:
-            sender.instead = lambda other: self._tracked(following(other), other.reason)
+            sender.fallback = lambda other: self._tracked(following(other), other.reason)
         return sender
 
     def _applied(self, refreshed: Refreshed) -> None:
         self._sent = refreshed.version, refreshed.digest
 
     def _differences(self, key: Any, new: np.ndarray, itemsize: int) -> np.ndarray:
-        """Code how a tensor has changed since it was offered last, and make the copy what it is. Returns [bytes] uint8."""
+        """Encode the change of a tensor since its last offer, and update the copy. Returns [bytes] uint8."""
         old, coded = self._copies[key], []
         for start in range(0, len(new), SLICE_BYTES):
             before, after = old[start : start + SLICE_BYTES], new[start : start + SLICE_BYTES]
@@ -220,7 +220,7 @@ def open_folder(folder: Path) -> tuple[list[TensorInfo], list[np.ndarray]]:
 
 
 class DeltaPayload(Payload):
-    """Reads differences from messages, and gives the live weights with these added. size: bytes of the differences."""
+    """Decodes differences from messages and adds them to the live weights. size: bytes of the differences."""
 
     via = "delta"
 
@@ -268,7 +268,7 @@ class DeltaPayload(Payload):
         self._left = np.zeros(0, np.uint8)
 
     def _decode(self) -> bool:
-        """Decode the next slice if all of it is here."""
+        """Decode the next slice if it is complete."""
         if self._slice is None or not self._fetch(HEAD_BYTES):
             return False
         info, start, size, itemsize = self._slice
@@ -282,7 +282,7 @@ class DeltaPayload(Payload):
         return True
 
     def _fetch(self, size: int) -> bool:
-        """Read until `size` bytes of the coded slice are here. Returns whether they are."""
+        """Read until `size` bytes of the encoded slice have arrived. Returns whether they have."""
         while self._have < size:
             count = self._inner.read(self._coded[self._have : size])
             if not count:
@@ -292,6 +292,6 @@ class DeltaPayload(Payload):
 
 
 def slices(info: TensorInfo, live: LiveTensors) -> list[tuple[TensorInfo, int, int, int]]:
-    """Cut a tensor as the trainer's end does: (tensor, first byte, bytes, bytes of an element) of each slice."""
+    """Split a tensor as the trainer's end does: (tensor, first byte, bytes, bytes of an element) of each slice."""
     total, itemsize = live.size(info.name)
     return [(info, start, min(SLICE_BYTES, total - start), itemsize) for start in range(0, total, SLICE_BYTES)]

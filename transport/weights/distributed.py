@@ -1,24 +1,24 @@
-"""Tensors by torch.distributed: gloo between CPUs, NCCL between GPUs, on one host or on two.
+"""Sends tensors by torch.distributed: gloo between CPUs, NCCL between GPUs, on one host or two.
 
     trainer, rank 0                               service, rank 1
     TCPStore at host:port         ←────────────   a helper thread connects and opens the group
     slots ┌ 4 MiB ┬ 4 MiB ┬ … ┐    broadcasts     slots ┌ 4 MiB ┬ 4 MiB ┬ … ┐
           filled from the tensors ────────────→         posted ahead, polled by `read`, copied into the staging
-    GROUP/sent/0, 1, … in the store ───────────→        NCCL: posted when the trainer has said that it sends
+    GROUP/sent/0, 1, … in the store ───────────→        NCCL: posted after the announcement
 
-A receive of NCCL's that is posted is a kernel that holds processors until the bytes come, so none is posted ahead: the trainer
-announces each broadcast in the store, the helper thread hears it, and the loop posts no more than were announced.
+A posted receive of NCCL is a kernel that occupies processors until the bytes arrive, so none is posted ahead: the trainer
+announces each broadcast in the store, the helper thread reads the announcement, and the loop posts only announced ones.
 
-The group has two members and lives for one refresh. It is made of torch's objects themselves, without `init_process_group`, so
-a trainer's default group is neither needed nor touched; opening it takes milliseconds with gloo. Broadcasts and not receives,
-because gloo's receives do not tell that they are done until somebody waits for them (pytorch issue 30723).
+The group has two members and exists for one refresh. It is made of torch's objects without `init_process_group`, so it does not
+touch the trainer's default group; opening it takes milliseconds with gloo. Broadcasts are used because gloo's receives do not
+report their end without a wait (pytorch issue 30723).
 
-Whoever reaches the store can read and write what is in it. So it has no secrets: that by which the two ends prove themselves
-travels in Begin, encrypted where there are keys (`transport.keys`), and no byte of the payload is sent before both have.
+Every process that reaches the store can read and write it, so it contains no secrets. The secret of the group is sent in Begin,
+encrypted if there are keys (`transport.keys`). No byte of the payload is sent before both ends have proved that they know it.
 
-Everything that can block is done by the helper thread: connecting, and leaving the group, which waits for gloo's threads. The
-service's loop only asks whether a broadcast is done. Both ends listen on one address only, the one that `host` names or is
-reached from. torch is imported when a refresh comes this way.
+The helper thread makes all blocking calls: connecting, and leaving the group, which waits for gloo's threads. The service's
+loop only polls broadcasts. Both ends listen on one address only, that of `host` or the one that reaches it. torch is imported
+at the first use.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ from transport.weights.group import Backend, join, leave, leave_aside, listen
 from transport.weights.tensors import Tensors, digest
 
 SLOT_BYTES = 4 << 20
-"""of a broadcast; the last one of a payload is shorter"""
+"""bytes of a broadcast; the last one of a payload is shorter"""
 NCCL_SLOT_BYTES = 32 << 20
 """the same for NCCL, whose broadcasts are launches"""
 SLOTS = 8
-"""of the trainer"""
+"""number of buffers of the trainer"""
 POSTED = 16
-"""slots of the service, which empties them between two steps only"""
+"""number of buffers of the service, which empties them only between two steps"""
 REACH_S = 5.0
-"""longest that the service tries to reach the store; torch's own time-outs are longer than what they are given, or none"""
+"""timeout of the service for reaching the store; torch's own are longer than requested, or none"""
 JOIN_S = 30.0
-"""longest that either end then waits for the group; NCCL may take seconds"""
+"""timeout of both ends for joining the group; NCCL may take seconds"""
 STALL_S = 60.0
-"""longest that the service waits for a broadcast: by then its trainer hangs"""
+"""timeout of the service for a broadcast"""
 POLL_S = 0.001
 PROOF_BYTES = 32
 HUNG = "rollout-weights-hung"
-"""name of a helper thread whose refresh is over before it has joined"""
+"""name of a helper thread whose refresh ended before it has joined"""
 MOST_HUNG = 2
-"""of NCCL's joins, which no time-out ends where the two ends do not find each other: each keeps a thread and its sockets"""
+"""maximum of hanging NCCL joins: if the two ends do not find each other, no timeout ends them, and each keeps a thread and
+sockets"""
 
 
 class DistributedOffer(WeightOffer, frozen=True, tag="distributed", forbid_unknown_fields=True):
@@ -72,16 +73,16 @@ class DistributedOffer(WeightOffer, frozen=True, tag="distributed", forbid_unkno
 
     backend: Backend
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    """of the TCPStore, as the service can reach it"""
+    """address of the TCPStore for the service"""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     group: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    """prefix of its keys in the store; made by the trainer for one refresh"""
+    """prefix of its keys in the store; chosen by the trainer for one refresh"""
     total: int
     """bytes of the payload"""
     secret: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    """made for this one group; the store never sees it, and each end shows the other that it has it"""
+    """random, for this group only; never in the store. Each end proves to the other that it knows it"""
     announced: bool = False
-    """the trainer sets GROUP/sent/K in the store when it has begun broadcast K, and none is to be posted before"""
+    """the trainer sets GROUP/sent/K in the store when it starts broadcast K; the service posts it only then"""
 
     @property
     def on_device(self) -> bool:
@@ -98,7 +99,7 @@ class DistributedOffer(WeightOffer, frozen=True, tag="distributed", forbid_unkno
 
 
 def backends(device: Any) -> list[Backend]:
-    """List those that a process whose model is on `device` (a torch.device) can use."""
+    """List the backends that a process with its model on `device` (torch.device) can use."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -111,7 +112,7 @@ def backends(device: Any) -> list[Backend]:
 
 
 class Gloo(WeightTransport):
-    """`host`: an address of this machine that the service can reach."""
+    """host: an address of this machine that the service can reach."""
 
     via = "gloo"
 
@@ -126,7 +127,7 @@ class Gloo(WeightTransport):
 
 
 class Nccl(WeightTransport):
-    """`host`: an address of this machine that the service can reach."""
+    """host: an address of this machine that the service can reach."""
 
     via = "nccl"
 
@@ -142,13 +143,13 @@ class Nccl(WeightTransport):
 
 
 def check_backend(backend: Backend, capabilities: Collection[str]) -> None:
-    """Raises SourceUnreachable if the service has not named it in Welcome."""
+    """Raises SourceUnreachable if the service does not have the backend."""
     if backend not in capabilities:
         raise SourceUnreachable(f'the service has no {backend} here; via="inline" takes no more than the connection')
 
 
 class DistributedSender(Sender):
-    """Broadcasts when the service has been asked to commit, and so looks for the bytes."""
+    """Broadcasts after Commit, when the service reads the bytes."""
 
     def __init__(self, broadcaster: Broadcaster, manifest: list[TensorInfo], data: Sequence[Any]) -> None:
         super().__init__(broadcaster.offer.backend, broadcaster.offer, manifest, data)
@@ -176,7 +177,7 @@ class Broadcaster:
         device: torch.device of the slots, for NCCL; None: this process's CPU.
         announced: whether each broadcast is announced in the store; None = those of NCCL.
 
-    Raises SourceUnreachable where the address or the backend is not to be had."""
+    Raises SourceUnreachable without the address or the backend."""
 
     def __init__(self, backend: Backend, host: str, total: int, device: Any = None, announced: bool | None = None) -> None:
         import torch.distributed as dist
@@ -238,8 +239,8 @@ class Broadcaster:
                 sent += 1
 
     def _join(self, over: Callable[[], bool], end: float) -> bool:
-        """Make the group. False if `over` comes first; raises RuntimeError, RequestTimeout. In a thread of its own: where the
-        other end has died just before it, gloo waits for five times as long as it is told, and is not to be stopped."""
+        """Make the group, in a thread of its own: if the other end has just died, gloo waits for five times its timeout.
+        Returns False if `over` returns True first. Raises RuntimeError, RequestTimeout."""
         future: Future[Any] = Future()
         make = partial(_group, self.offer, self._store, 0, self.offer.host, self._device)
         threading.Thread(target=_into, args=(future, make), name="rollout-weights-join", daemon=True).start()
@@ -250,13 +251,13 @@ class Broadcaster:
             self._group = future.result()
             return True
         finally:
-            if self._group is None:  # nobody will use it
+            if self._group is None:  # it has no user
                 future.add_done_callback(partial(_left, self.offer.backend))
             del future, make  # an error's traceback would hold them, and they it, and with both all that is sent
 
     def _recognise(self, over: Callable[[], bool], end: float) -> bool:
-        """Let the other end show that it is the service, then show that this one is the trainer. False if `over` comes first;
-        raises RuntimeError for a stranger, RequestTimeout."""
+        """Check the proof of the service, then send the trainer's. Returns False if `over` returns True first. Raises
+        RuntimeError for a wrong proof, RequestTimeout."""
         rest = timedelta(seconds=1 + max(0.0, end - time.monotonic()))
         theirs, mine = _proof_tensor(None, self._device), _proof_tensor(proof(self.offer, 0), self._device)
         if not _finished(self._group.broadcast(theirs, 1, rest), over, end):
@@ -265,7 +266,7 @@ class Broadcaster:
         return _finished(self._group.broadcast(mine, 0, rest), over, end)
 
     def close(self) -> None:
-        """Leave the group and close the store; where gloo still waits for the other end, the store ends with that. May be
+        """Leave the group and close the store; if gloo still waits for the other end, the store closes after that. May be
         repeated."""
         holder, self._group, self._store = [self._group], None, None
         if holder[0] is not None:
@@ -276,12 +277,12 @@ class Broadcaster:
 
 
 class DistributedPayload(Payload):
-    """`device`: torch.device of the model, where NCCL receives."""
+    """device: torch.device of the model, where NCCL receives."""
 
     unannounced = True
 
     def __init__(self, offer: DistributedOffer, device: Any) -> None:
-        """Raises SourceUnreachable where so many joins hang already that this one would too."""
+        """Raises SourceUnreachable if MOST_HUNG joins hang already."""
         self.via: str = offer.backend
         self._offer = offer
         hung = sum(thread.name == HUNG for thread in threading.enumerate())
@@ -292,24 +293,24 @@ class DistributedPayload(Payload):
             )
         self._device = device if offer.backend == "nccl" else None
         self._unasked = offer.total
-        """bytes that no broadcast was posted for"""
+        """bytes without a posted broadcast"""
         self._read = 0
         """of the oldest slot"""
         self._group: Any = None
         self._in_flight: deque[tuple[Any, int, tuple[Any, Any]]] = deque()
-        """(work, bytes, slot) of the broadcasts that were posted, in their order"""
+        """(work, bytes, slot) of posted broadcasts, in order"""
         self._free: deque[tuple[Any, Any]] = deque()
-        """slots that are not posted"""
+        """free slots"""
         self._posted = 0
         self._announced = 0 if offer.announced else sys.maxsize
-        """broadcasts that may be posted; written by the helper thread"""
+        """number of broadcasts that may be posted; written by the helper thread"""
         self._last_received_at = time.monotonic()
-        """when a broadcast was last seen done"""
+        """when a broadcast last completed"""
         self._failure: str | None = None
         self._line: socket.socket | None = None
-        """an idle connection to the trainer's store, which ends with the trainer: torch tries on for seconds"""
+        """an idle connection to the trainer's store, which ends when the trainer dies: torch would retry for seconds"""
         self._next_by = time.monotonic() + REACH_S
-        """when the helper thread must have come on, or it is given up"""
+        """deadline of the helper thread's next progress"""
         self._joined = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run_helper, name="rollout-weights-group", daemon=True)
@@ -355,7 +356,7 @@ class DistributedPayload(Payload):
         return count
 
     def close(self) -> None:
-        """Have the helper thread leave the group: at once, or when connecting has failed."""
+        """Make the helper thread leave the group: now, or when connecting has failed."""
         self._closed.set()
         if self._joined.is_set():
             self._in_flight.clear()
@@ -365,7 +366,7 @@ class DistributedPayload(Payload):
 
     @property
     def _given_up(self) -> bool:
-        """Whether there is no use in waiting for the group any longer."""
+        """Return whether to give up waiting for the group."""
         if self._line is not None:
             try:
                 return not self._line.recv(1, socket.MSG_PEEK)
@@ -384,8 +385,8 @@ class DistributedPayload(Payload):
             self._in_flight.append((work, size, slot))
 
     def _hear(self, store: Any) -> str | None:
-        """Note what the trainer announces, until all has come, or this end is closed. Returns what went wrong: nothing more is
-        announced, or what was announced does not come."""
+        """Count the trainer's announcements until all have arrived or this end is closed. Returns the error, if announcements
+        or announced broadcasts fail to arrive."""
         pieces = -(-self._offer.total // self._offer.slot_bytes)
         heard_at = time.monotonic()
         while not self._closed.wait(POLL_S):
@@ -403,8 +404,7 @@ class DistributedPayload(Payload):
         return None
 
     def _run_helper(self) -> None:
-        """Run the helper thread. Until `_joined` it alone touches the group, from then on the loop; after `_closed` it
-        leaves."""
+        """Run the helper thread. It owns the group until `_joined`, then the loop does; after `_closed` it leaves the group."""
         import torch.distributed as dist
 
         offer, group = self._offer, None
@@ -439,25 +439,25 @@ class DistributedPayload(Payload):
 
 
 def _sent(offer: DistributedOffer, number: int) -> str:
-    """Name the key that the trainer sets when it has begun a broadcast."""
+    """Return the key that the trainer sets when it starts a broadcast."""
     return f"{offer.group}/sent/{number}"
 
 
 def _joined(offer: DistributedOffer) -> str:
-    """Name the key that the service sets when it has reached the store."""
+    """Return the key that the service sets when it has reached the store."""
     return f"{offer.group}/joined"
 
 
 def proof(offer: DistributedOffer, rank: int) -> bytes:
-    """Make the PROOF_BYTES by which a rank shows that it has the secret. Whoever reaches the store can read all in it, and may
-    get into the group; without the secret nothing is sent to it, and nothing of it is taken."""
+    """Return the PROOF_BYTES by which a rank proves that it knows the secret. Any process that reaches the store may join the
+    group; without the secret it neither receives nor sends payload."""
     return hmac.digest(bytes.fromhex(offer.secret), f"{offer.group}/{rank}".encode(), "sha256")
 
 
 def check_proof(shown: Any, offer: DistributedOffer, rank: int) -> None:
-    """Raises RuntimeError unless the [PROOF_BYTES] uint8 tensor is what this rank must show."""
+    """Raises RuntimeError unless the [PROOF_BYTES] uint8 tensor is the proof of this rank."""
     if not hmac.compare_digest(shown.cpu().numpy().tobytes(), proof(offer, rank)):
-        raise RuntimeError("whoever joined the group does not have its secret")
+        raise RuntimeError("a process that does not know the secret joined the group")
 
 
 def _proof_tensor(content: bytes | None, device: Any) -> Any:
@@ -467,7 +467,7 @@ def _proof_tensor(content: bytes | None, device: Any) -> Any:
 
 
 def _introduce(group: Any, offer: DistributedOffer, device: Any) -> None:
-    """Show the trainer that this is its service, then check that it is the trainer. Raises RuntimeError."""
+    """Send the service's proof, then check the trainer's. Raises RuntimeError."""
     theirs, mine = _proof_tensor(None, device), _proof_tensor(proof(offer, 1), device)
     wait = timedelta(seconds=JOIN_S)
     group.broadcast(mine, 1, wait).wait()
@@ -490,14 +490,14 @@ def _into(future: Future[Any], make: Callable[[], Any]) -> None:
 
 
 def _left(backend: Backend, future: Future[Any]) -> None:
-    """Leave a group that came too late."""
+    """Leave a group that was joined too late."""
     if future.exception() is None:
         leave(future.result(), backend)
 
 
 def _slots(device: Any, most: int, offer: DistributedOffer) -> list[tuple[Any, Any]]:
-    """Allocate slots, as many as a payload can use: pairs of a [slot_bytes] uint8 tensor and what reads and writes it, on the
-    CPU numpy, whose copies have no threads to wait for."""
+    """Allocate the slots that a payload can use: pairs of a [slot_bytes] uint8 tensor and its view for copies, on the CPU a
+    numpy array, since its copies wait for no threads."""
     import torch
 
     count = max(1, min(most, -(-offer.total // offer.slot_bytes)))
@@ -506,7 +506,7 @@ def _slots(device: Any, most: int, offer: DistributedOffer) -> list[tuple[Any, A
 
 
 def _fill(view: Any, pieces: deque[Any]) -> int:
-    """Move the next bytes of the pieces to the beginning of a slot. Returns how many."""
+    """Copy the next bytes of the pieces to the beginning of a slot. Returns their number."""
     filled = 0
     while pieces and filled < len(view):
         piece = pieces.popleft()
@@ -519,7 +519,7 @@ def _fill(view: Any, pieces: deque[Any]) -> int:
 
 
 def _copy_out(memory: Any, view: Any) -> None:
-    """Copy a slot's bytes to an array of the host, or to a tensor where they are, on the current stream."""
+    """Copy a slot to a host array, or to a tensor on its device, on the current stream."""
     if isinstance(view, np.ndarray):
         memory[:] = view
     elif isinstance(memory, np.ndarray):
@@ -531,7 +531,7 @@ def _copy_out(memory: Any, view: Any) -> None:
 
 
 def _error_of(work: Any) -> str | None:
-    """Say what went wrong with a broadcast that is done; None: nothing."""
+    """Return the error of a completed broadcast, None without one."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -540,7 +540,7 @@ def _error_of(work: Any) -> str | None:
 
 
 def _finished(work: Any, over: Callable[[], bool], end: float) -> bool:
-    """Wait for a broadcast. False if `over` comes first. Raises RuntimeError for what went wrong with it, RequestTimeout."""
+    """Wait for a broadcast. Returns False if `over` returns True first. Raises RuntimeError if it failed, RequestTimeout."""
     while not work.is_completed():
         if _waited(over, end):
             return False
@@ -549,7 +549,7 @@ def _finished(work: Any, over: Callable[[], bool], end: float) -> bool:
 
 
 def _waited(over: Callable[[], bool], end: float) -> bool:
-    """Wait a moment. True if there is nothing to wait for any more; raises RequestTimeout at `end`."""
+    """Sleep a moment. Returns whether waiting has become pointless. Raises RequestTimeout at `end`."""
     if time.monotonic() > end:
         raise RequestTimeout("the service did not take all of the weights in time")
     time.sleep(POLL_S)

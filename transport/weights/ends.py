@@ -15,7 +15,7 @@ from transport.weights.tensors import Tensors
 
 
 class Channel(Protocol):
-    """What the connection does for a sender while its refresh is open."""
+    """The connection, for a sender during its refresh."""
 
     @property
     def limits(self) -> Limits:
@@ -27,18 +27,18 @@ class Channel(Protocol):
         ...
 
     def chunk(self, offset: int, views: list[np.ndarray]) -> Callable[[], None]:
-        """Send a chunk; what is returned waits until it is staged."""
+        """Send a chunk. Returns a function that waits until it is staged."""
         ...
 
 
 class Sender:
-    """The trainer's end of one refresh. This one is for ways whose offer says all: nothing is sent besides it.
+    """The trainer's end of one refresh. The base class sends nothing besides the offer.
 
     Args:
-        via: name of the way, as Refreshed has it.
-        offer: where the service finds the bytes, a tagged Struct of the way's own; travels in Begin.
-        manifest: of the tensors, digests included.
-        data: [bytes] uint8 arrays or tensors, held until the refresh is over; [] where the service has a copy of its own."""
+        via: name of the transport.
+        offer: tells the service where the bytes are; sent in Begin.
+        manifest: of the tensors, with digests.
+        data: [bytes] uint8 arrays or tensors, held until the refresh has ended; [] if the source has its own copy."""
 
     def __init__(self, via: str, offer: Any, manifest: list[TensorInfo], data: Sequence[Any]) -> None:
         self.via = via
@@ -46,50 +46,51 @@ class Sender:
         self.manifest = manifest
         self.data = data
         self.reason = "it was asked for"
-        """why this way"""
-        self.instead: Callable[[Sender], Sender] | None = None
-        """makes of this one the sender for a service that does not see what is offered; None: the refresh fails then"""
-        self.instead_of: tuple[type[RolloutError], ...] = (SourceUnreachable,)
-        """refusals after which `instead` is tried"""
+        """why this transport was chosen"""
+        self.fallback: Callable[[Sender], Sender] | None = None
+        """makes the sender to use if the service refuses this one; None: the refresh fails"""
+        self.fallback_after: tuple[type[RolloutError], ...] = (SourceUnreachable,)
+        """refusals after which `fallback` is used"""
         self.applied: Callable[[Refreshed], None] = lambda refreshed: None
-        """called when it is live"""
+        """called when the weights are live"""
 
     def before_commit(self, channel: Channel) -> None:
-        """Send the bytes that must be there before Commit is asked for."""
+        """Send the bytes that the service needs before Commit."""
 
     def after_commit(self, over: Callable[[], bool], end: float) -> None:
-        """Send the bytes for which the service looks once it has been asked to commit: all, or until `over` says that it has
-        answered. Raises SourceUnreachable; RequestTimeout at `end` (time.monotonic)."""
+        """Send the bytes that the service reads after Commit: all, or until `over` returns that the service has answered.
+        Raises SourceUnreachable; RequestTimeout at `end` (time.monotonic)."""
 
     def close(self) -> None:
-        """Free what this refresh alone needed. May be repeated."""
+        """Free the resources of this refresh. May be repeated."""
 
 
 class WeightTransport:
-    """The trainer's end of all its refreshes by one way: keeps what the next one can use again."""
+    """The trainer's end of one transport, for all its refreshes."""
 
     via: str
 
     def offer_folder(self, folder: Path) -> Sender:
-        """Offer the safetensors of a folder, absolute. Raises InvalidRequest where this way has no use for one."""
+        """Offer the safetensors of a folder (absolute path). Raises InvalidRequest if this transport only takes tensors."""
         raise InvalidRequest(f'via="{self.via}" takes tensors, not the path of a folder')
 
     def offer_tensors(self, tensors: Tensors, capabilities: Collection[str]) -> Sender:
-        """Offer tensors. `capabilities`: what the service said in Welcome.
+        """Offer tensors. capabilities: of Welcome.
 
-        Raises SourceUnreachable where the two ends do not have this way, WeightsRefused naming a tensor that cannot go it."""
+        Raises SourceUnreachable if the service does not have this transport, WeightsRefused naming a tensor that it cannot
+        send."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what is kept from one refresh to the next."""
+        """Free what was kept for further refreshes."""
 
 
 class WeightOffer(msgspec.Struct, frozen=True):
-    """What stands in Begin: base of the tagged Struct of each way, which opens itself."""
+    """Base of the offers in Begin, one tagged Struct per transport."""
 
     @property
     def on_device(self) -> bool:
-        """The payload lies, or comes to lie, on the device of the service's model: `Payload.read` fills tensors there."""
+        """Whether the payload is on the device of the service's model, so that `Payload.read` fills tensors there."""
         return False
 
     def open(self, expected: Expected) -> Payload:
@@ -98,19 +99,19 @@ class WeightOffer(msgspec.Struct, frozen=True):
 
 
 class SharedMapping(Protocol):
-    """What the service needs of `transport.weights.shm.SegmentView`."""
+    """The mapping of shared memory, see `transport.weights.shm.SegmentView`."""
 
     def open(self, offer: Any) -> np.ndarray:
-        """Map what is offered. Returns [bytes] uint8."""
+        """Map the offered memory. Returns [bytes] uint8."""
         ...
 
 
 class LiveTensors(Protocol):
-    """What the service needs of `engine.weights.inventory.Inventory`. name: any that the manifest may list."""
+    """Live tensors by their names in a manifest, see `engine.weights.inventory.Inventory`."""
 
     def dtype(self, name: str) -> str: ...
     def size(self, name: str) -> tuple[int, int]:
-        """Return the bytes of a tensor, and of an element of it."""
+        """Return the bytes of a tensor, and of one element."""
         ...
 
     def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
@@ -119,7 +120,7 @@ class LiveTensors(Protocol):
 
 
 class LiveWeights(Protocol):
-    """What the service needs of `engine.weights.live.Weights`, for what says how weights change."""
+    """Live weights, for transports that send changes, see `engine.weights.live.Weights`."""
 
     version: int
     dropped: bool
@@ -131,54 +132,54 @@ class LiveWeights(Protocol):
 
 
 class Expected(NamedTuple):
-    """What the service knows of a payload before it comes. An offer opens itself: `offer.open(expected) -> Payload`."""
+    """Arguments of `WeightOffer.open`."""
 
     manifest: Sequence[TensorInfo]
     total: int
     """bytes"""
     segment: SharedMapping
-    """keeps shared memory mapped from one refresh to the next"""
+    """keeps shared memory mapped between refreshes"""
     device: Any
     """torch.device of the model; None: an engine without torch"""
     live: LiveWeights | None
     """None: an engine without weights of its own"""
 
     def check_total(self, offered: int) -> None:
-        """Compare the bytes that are offered with the manifest's. Raises InvalidRequest."""
+        """Raises InvalidRequest if the number of offered bytes is not the manifest's."""
         if offered != self.total:
             raise InvalidRequest(f"{offered} bytes are offered, the manifest's tensors have {self.total}")
 
 
 class Payload:
-    """The service's end of one refresh. Base of one class for each way."""
+    """The service's end of one refresh: base of one class per transport."""
 
     via: str
     unannounced = False
-    """bytes come of which no message tells: the loop must look for them"""
+    """whether bytes arrive without messages, so that the loop must poll `ready`"""
     window_bytes = 0
-    """that the trainer may send ahead in chunks"""
+    """bytes of chunks that the trainer may send ahead"""
     read_bytes = 0
-    """of the chunks"""
+    """bytes of chunks read so far"""
     sent_bytes: int | None = None
-    """that travel, where they are not those of the manifest's tensors"""
+    """number of sent bytes, if it is not the manifest's"""
 
     @property
     def ready(self) -> bool:
-        """Whether `read` would give bytes, or raise."""
+        """Whether `read` would return bytes or raise."""
         return True
 
     def put(self, offset: int, data: Sequence[np.ndarray]) -> int:
-        """Take a chunk, a list of [bytes] uint8. Returns the byte of the payload where it ends. Raises WeightsRefused for a way
-        that has none, InvalidRequest for a chunk that does not fit."""
+        """Add a chunk, a list of [bytes] uint8. Returns its end in the payload. Raises WeightsRefused if this transport has no
+        chunks, InvalidRequest for a chunk that does not fit."""
         raise WeightsRefused(f"a chunk in a refresh via {self.via}")
 
     def check_sent(self) -> None:
-        """Check that all chunks have come, before Commit is taken. Raises WeightsRefused."""
+        """Check at Commit that all chunks have arrived. Raises WeightsRefused."""
 
     def read(self, memory: Any) -> int:
-        """Fill the beginning of [bytes] uint8, a numpy array, with what comes next. Returns how many bytes; 0: nothing has come
-        yet. One whose offer is `on_device` also fills a tensor there, on the current stream."""
+        """Copy the next bytes to the beginning of a [bytes] uint8 numpy array. Returns their number; 0: none have arrived yet.
+        If the offer is `on_device`, also accepts a tensor there, and copies on the current stream."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what the payload holds. May be repeated."""
+        """Free the payload. May be repeated."""

@@ -1,4 +1,4 @@
-"""Tensors in a folder of safetensors: a checkpoint, or a file system that both ends see.
+"""Sends tensors in a folder of safetensors: a checkpoint, on a file system that both ends can read.
 
     file.safetensors   ┌ length of the header, 8 bytes ┬ JSON header: name → dtype, shape, [start, end) ┬ tensors … ┐
 
@@ -44,7 +44,7 @@ READ_BYTES = 4 << 20
 
 
 class FilesOffer(WeightOffer, frozen=True, tag="files", forbid_unknown_fields=True):
-    """A folder as the service sees it."""
+    """A folder, as a path of the service."""
 
     folder: str
     """absolute"""
@@ -54,7 +54,7 @@ class FilesOffer(WeightOffer, frozen=True, tag="files", forbid_unknown_fields=Tr
 
 
 class Span(NamedTuple):
-    """Where a tensor lies."""
+    """Place of a tensor in a folder."""
 
     path: Path
     dtype: str
@@ -130,7 +130,7 @@ class Files(WeightTransport):
 
 
 def describe_folder(folder: Path) -> list[TensorInfo]:
-    """Make the manifest of a folder: reads all of it for the digests. Raises as `read_folder`."""
+    """Make the manifest of a folder; reads all bytes for the digests. Raises as `read_folder`."""
     manifest = []
     memory = np.empty(READ_BYTES, np.uint8)
     for name, span in read_folder(folder).items():
@@ -146,7 +146,7 @@ def describe_folder(folder: Path) -> list[TensorInfo]:
 
 
 def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:
-    """Find where the manifest's tensors lie. Raises SourceUnreachable, InvalidRequest where the folder is not what it says."""
+    """Find the tensors of the manifest. Raises SourceUnreachable, InvalidRequest if the folder does not match it."""
     spans = read_folder(Path(offer.folder))
     for info in manifest:
         span = spans.get(info.name)

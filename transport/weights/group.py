@@ -1,4 +1,4 @@
-"""Process groups of two members, built of torch's objects without `init_process_group`: join, leave, error handling."""
+"""Process groups of two members, without `init_process_group`: join, leave, error handling."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ log = logging.getLogger("rollout.transport.weights")
 
 Backend = Literal["gloo", "nccl"]
 LEAVE_S = 5.0
-"""longest that a trainer waits for a group to end"""
+"""maximum time that a trainer waits for a group to end"""
 
 
 def listen(host: str) -> socket.socket:
-    """Listen at any free port of one address of this machine. Raises OSError."""
+    """Listen at a free port of an address of this machine. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
 
 
 def own_address(address: str) -> str:
-    """Find the address of this machine by which it reaches tcp://HOST:PORT; of anything else, loopback. Nothing is sent."""
+    """Return the address of this machine by which it reaches tcp://HOST:PORT; loopback for other addresses. Sends nothing."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://"):
         return "127.0.0.1"
@@ -39,8 +39,8 @@ def own_address(address: str) -> str:
 
 
 def join(backend: Backend, store: Any, rank: int, own_address: str, device: Any, seconds: float) -> Any:
-    """Make the group; returns when both are in it. `own_address`: where gloo listens. `device`: torch.device that NCCL uses.
-    Raises RuntimeError, with gloo after so many `seconds`."""
+    """Make the group; returns when both members have joined. own_address: where gloo listens. device: torch.device of NCCL.
+    Raises RuntimeError, with gloo after `seconds`."""
     import torch.distributed as dist
 
     options: Any
@@ -61,8 +61,8 @@ def join(backend: Backend, store: Any, rank: int, own_address: str, device: Any,
 
 @contextmanager
 def without_nccl_watchdog() -> Iterator[None]:
-    """Make a group of NCCL's that leaves its errors to us. By default its watchdog ends the process when the other end dies,
-    and a service outlives its trainers."""
+    """Disable NCCL's watchdog for a group made in this block: it ends the process when the other end dies, and a service must
+    outlive its trainers."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -76,7 +76,7 @@ def without_nccl_watchdog() -> Iterator[None]:
 
 
 def leave(group: Any, backend: Backend) -> None:
-    """Break the group off, so that what is still posted ends now, here and at the other end, and its threads can stop."""
+    """Break the group off: pending operations end now at both ends, and its threads can stop."""
     import torch
 
     if backend == "nccl":

@@ -1,11 +1,11 @@
-"""Tensors in messages. Zero-copy at both ends: chunks are views of the tensors' memory, and are read where libzmq put them.
+"""Sends tensors in messages. Zero-copy at both ends: chunks are views of the tensors' memory and of libzmq's buffers.
 
     payload  ┌ embed ────────────────┬ norm ┬ q ──────┬ … ┐
     chunks   │ 0       │ 1       │ 2             │ 3          each a list of views, CHUNK_BYTES in all
              └ staged ─┴─ in flight, at most WINDOW_BYTES ─┘
 
-A chunk is answered when it has been staged, and the trainer sends no more than WINDOW_BYTES ahead of the answers: that bounds
-what the service holds for a trainer that is faster than staging.
+A chunk is answered when it is staged, and the trainer sends at most WINDOW_BYTES ahead of the answers. That bounds the memory
+of the service if the trainer is faster than staging.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transport.weights.tensors import Tensors, digest, on_host
 
 CHUNK_BYTES = 4 << 20
 CHUNK_VIEWS = 32
-"""most views of one chunk: each is a frame, and the frames of a message are limited"""
+"""maximum views of one chunk: each is a frame, and messages have a limited number of frames"""
 WINDOW_BYTES = 128 << 20
 
 
@@ -44,7 +44,7 @@ class Inline(WeightTransport):
         return InlineSender(self.via, InlineOffer(), tensors.manifest(map(digest, arrays)), arrays)
 
     def after(self, other: Sender) -> Sender:
-        """Offer what another sender, of tensors, could not bring across."""
+        """Offer the tensors of another sender that the service refused."""
         return InlineSender(self.via, InlineOffer(), other.manifest, on_host(other.data))
 
 
@@ -80,7 +80,7 @@ class InlinePayload(Payload):
 
     @property
     def ready(self) -> bool:
-        """Whether something has come that was not read yet."""
+        """Whether unread bytes have arrived."""
         return bool(self._views)
 
     def put(self, offset: int, data: Sequence[np.ndarray]) -> int:
@@ -120,7 +120,7 @@ class InlinePayload(Payload):
 
 
 def chunks(arrays: Sequence[np.ndarray], limits: Limits) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Cut the payload that [bytes] uint8 `arrays` make one after the other into (offset, views), each within `limits`."""
+    """Split the payload, the concatenation of [bytes] uint8 `arrays`, into (offset, views) within `limits`."""
     most_bytes, most_views = min(CHUNK_BYTES, limits.max_frame_bytes), min(CHUNK_VIEWS, limits.max_frames - 1)
     offset = size = 0
     views: list[np.ndarray] = []

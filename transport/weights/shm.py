@@ -1,4 +1,4 @@
-"""Tensors in shared memory: written once by the trainer, read there by the service. Linux, one host, one user.
+"""Sends tensors in shared memory: the trainer writes it once, the service reads it. Linux, one host, one user.
 
     segment (memfd)   ┌ nonce 64 ┬ tensor ─────┬ tensor ──┬ … ┐
     trainer           maps and writes it, and keeps it for the next refresh: pages that exist are written much faster
@@ -33,7 +33,7 @@ SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 class ShmOffer(WeightOffer, frozen=True, tag="shm", forbid_unknown_fields=True):
-    """A segment of the trainer's."""
+    """A memory segment of the trainer."""
 
     pid: int
     fd: int
@@ -49,7 +49,7 @@ class ShmOffer(WeightOffer, frozen=True, tag="shm", forbid_unknown_fields=True):
 
 
 def host_key() -> str | None:
-    """Name what two ends must have in common to share memory: kernel, PID namespace, user. None where there is no memfd."""
+    """Return the key that two ends that can share memory have in common: kernel, PID namespace, user. None without memfd."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -62,14 +62,14 @@ def host_key() -> str | None:
 
 
 def check_host(capabilities: Collection[str]) -> None:
-    """Raises SourceUnreachable if a service that says so shares no memory with this process."""
+    """Raises SourceUnreachable if a service with these capabilities cannot share memory with this process."""
     key = host_key()
     if key is None or key not in capabilities:
         raise SourceUnreachable("this process and the service share no memory: another host, user or container")
 
 
 class Shm(WeightTransport):
-    """Keeps the segment of the first refresh for all others."""
+    """Keeps its segment for further refreshes."""
 
     via = "shm"
 
@@ -83,7 +83,7 @@ class Shm(WeightTransport):
         return Sender(self.via, offer, tensors.manifest(digests), arrays)
 
     def after(self, other: Sender, capabilities: Collection[str]) -> Sender:
-        """Offer what another sender, of tensors, could not bring across. Raises SourceUnreachable as `offer_tensors`."""
+        """Offer the tensors of another sender that the service refused. Raises SourceUnreachable as `offer_tensors`."""
         check_host(capabilities)
         arrays = on_host(other.data)
         return Sender(self.via, self._written(arrays)[0], other.manifest, arrays)
@@ -99,15 +99,15 @@ class Shm(WeightTransport):
 
 
 class Segment:
-    """Memory of the trainer's. Grows to the largest payload written; `close` gives it back, as does the process's end."""
+    """Shared memory of the trainer. Grows to the largest payload; `close` and the end of the process free it."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._memory = np.zeros(0, np.uint8)
 
     def write(self, arrays: Sequence[np.ndarray]) -> tuple[ShmOffer, list[str]]:
-        """Write the payload that [bytes] uint8 `arrays` make. Returns the xxh3-128 of each as well, taken on the way. Raises
-        OSError where there is no memory for it."""
+        """Write the payload, the concatenation of [bytes] uint8 `arrays`. Returns the xxh3-128 of each, computed on the way.
+        Raises OSError without memory for it."""
         total = sum(map(len, arrays))
         payload, at, digests = self.reserve(total), 0, []
         for array in arrays:
@@ -121,17 +121,17 @@ class Segment:
         return self.offer(total), digests
 
     def reserve(self, total: int) -> np.ndarray:
-        """Return [total] uint8 to write a payload into; what was offered before is void. Raises OSError."""
+        """Return [total] uint8 to write a payload into; earlier offers become invalid. Raises OSError."""
         self._reserve(NONCE_BYTES + total)
         self._memory[:NONCE_BYTES] = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
         return self.payload(total)
 
     def payload(self, total: int) -> np.ndarray:
-        """Return the [total] uint8 that were written last."""
+        """Return the [total] uint8 of the last payload."""
         return self._memory[NONCE_BYTES : NONCE_BYTES + total]
 
     def offer(self, total: int) -> ShmOffer:
-        """Offer the payload of [total] bytes that was written last."""
+        """Offer the last payload, of [total] bytes."""
         nonce = self._memory[:NONCE_BYTES].tobytes().hex()
         return ShmOffer(os.getpid(), self._fd, os.fstat(self._fd).st_ino, total, nonce)
 
@@ -155,14 +155,14 @@ class Segment:
 
 
 class SegmentView:
-    """The service's map of the segment that was offered last."""
+    """The service's mapping of the last offered segment."""
 
     def __init__(self) -> None:
         self._inode = -1
         self._memory = np.zeros(0, np.uint8)
 
     def open(self, offer: ShmOffer) -> np.ndarray:
-        """Map the payload, [bytes] uint8. Raises SourceUnreachable if what is offered is not to be seen from here."""
+        """Map the payload, [bytes] uint8. Raises SourceUnreachable if this process cannot see it."""
         if offer.inode != self._inode:
             self.close()
             self._memory, self._inode = _map(offer), offer.inode

@@ -1,4 +1,4 @@
-"""Tensors of one refresh as bytes, wherever they lie. Reads no module and imports torch only for tensors on a GPU."""
+"""Tensors of one refresh as bytes, on any device. Imports torch only for tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from engine.types import TensorInfo
 from transport.errors import WeightsRefused
 
 DIGEST_BYTES = 4 << 20
-"""that come to the host at once for a digest"""
+"""bytes copied to the host at a time for a digest"""
 
 
 class Tensors:
-    """The payload of one refresh, as a trainer holds it.
+    """The payload of one refresh, at the trainer.
 
     Args:
         infos: manifest entries in the order of the payload; their digests are empty.
-        data: of each the elements in C order, a [bytes] uint8 torch tensor on the device where they lie."""
+        data: the elements of each in C order, as a [bytes] uint8 torch tensor on its device."""
 
     def __init__(self, infos: list[TensorInfo], data: list[Any]) -> None:
         self.infos = infos
         self.data = data
         self.hashes: Callable[[list[Any]], list[str]] | None = None
-        """takes the digests of such tensors where they lie; None: their bytes come to the host for that"""
+        """digests tensors on their GPU; None: their bytes are copied to the host"""
 
     @property
     def on_gpus(self) -> bool:
@@ -53,12 +53,12 @@ class Tensors:
                 )
 
     def finished(self) -> list[Any]:
-        """Return `data` when all that was issued to write it, on GPUs, is done."""
+        """Return `data` after all work on GPUs that writes it has finished."""
         synchronize(self.devices)
         return self.data
 
     def digests(self) -> list[str]:
-        """Take the digest of each."""
+        """Return the digest of each."""
         return [digest(one) for one in self.data] if self.hashes is None else self.hashes(self.data)
 
     def manifest(self, digests: Iterable[str]) -> list[TensorInfo]:
@@ -72,7 +72,7 @@ def on_gpu(tensor: Any) -> bool:
 
 
 def synchronize(devices: Iterable[Any]) -> None:
-    """Wait until all that was issued on these CUDA devices is done, on whatever streams."""
+    """Wait for all streams of these CUDA devices."""
     import torch
 
     for device in devices:
@@ -80,12 +80,12 @@ def synchronize(devices: Iterable[Any]) -> None:
 
 
 def on_host(data: Sequence[Any]) -> list[np.ndarray]:
-    """Copy [bytes] uint8 tensors that are not there to host memory; arrays are handed back."""
+    """Copy [bytes] uint8 tensors to host memory; arrays are returned unchanged."""
     return [one if isinstance(one, np.ndarray) else one.cpu().numpy() for one in data]
 
 
 def digest(data: Any) -> str:
-    """Take the xxh3-128 (hex) of a [bytes] uint8 array, or of a tensor, which comes to the host slice by slice."""
+    """Return the xxh3-128 (hex) of a [bytes] uint8 array, or of a tensor, which is copied to the host slice by slice."""
     if isinstance(data, np.ndarray):
         return xxhash.xxh3_128_hexdigest(data.data)
     state = xxhash.xxh3_128()

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.engine import Engine
 from engine.types import Sample, Sampling
-from rollout.client.scoring import scored_group
+from rollout.client.submission import scored_group
 from tests.support.endurance.models import TestModel
 
 MOST_NOTES = 60

@@ -1,4 +1,4 @@
-"""A facade as a process, and a trainer that speaks HTTP to it, well and badly."""
+"""A gateway as a process, and a trainer that speaks HTTP to it, well and badly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HttpTrainer:
             deadline = time.monotonic() + START_S
             while not self.ready.exists():
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the facade does not start")
+                    raise RuntimeError("the gateway does not start")
                 time.sleep(0.1)
             with httpx.Client(base_url=self.ready.read_text().split()[0], timeout=WAIT) as client:
                 while not self.over.is_set():
@@ -53,7 +53,7 @@ class HttpTrainer:
             self.account.found("lost", f"the trainer over HTTP failed: {error!r}")
         finally:
             if self.process.poll() is not None:
-                self.account.found("crashes", f"the facade ended with exit status {self.process.returncode}")
+                self.account.found("crashes", f"the gateway ended with exit status {self.process.returncode}")
             self.process.terminate()
             self.process.wait(60)
 

@@ -95,7 +95,7 @@ class Numberless:
         finally:
             self._front.stop()
         for line in self._front.failures():
-            self._account.found("crashes", line[:400])
+            self._account.found("crashes", line[-800:])
 
     def _live(self, client: RolloutClient, opened: list[Handle]) -> list[Handle]:
         """Live one life of the service. opened: groups of the one before. Returns those that are open at its end."""

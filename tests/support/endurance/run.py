@@ -228,7 +228,7 @@ class Phase:
         if code != 0:
             self.account.found("crashes", f"the front ended with exit status {code}")
         for line in self.front.failures():
-            self.account.found("crashes", line[:400])
+            self.account.found("crashes", line[-800:])
         if left := self.front.left():
             self.account.found("leaks", f"replicas outlive their front: {left}")
 

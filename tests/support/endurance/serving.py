@@ -122,12 +122,22 @@ class Front:
         for life in range(1, self.lives + 1):
             text = (self.folder / f"service{life}.log").read_bytes()
             lines += text[: self.excused.get(life)].decode(errors="replace").splitlines()
-        found = [line for line in lines if FAILURES.search(line)]
+        found = [traceback_at(lines, i) for i, line in enumerate(lines) if FAILURES.search(line)]
         for line in lines:
             ended = ENDED.search(line)
             if ended and LIAR not in ended[1] and not ended[2].startswith(("signal 9", "exit status 0")):
                 found.append(line)
         return found
+
+
+def traceback_at(lines: list[str], at: int) -> str:
+    """Join a line of a log and, if a traceback begins there, the lines up to its error."""
+    if "Traceback" not in lines[at]:
+        return lines[at]
+    end = at + 1
+    while end < len(lines) and lines[end].startswith((" ", "\t")):
+        end += 1
+    return "\n".join(lines[at : end + 1])
 
 
 def is_replica(pid: int) -> bool:

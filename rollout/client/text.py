@@ -1,4 +1,4 @@
-"""The text of a sample, for whoever shows it to people. Needs a tokenizer, and nothing of the engine but the value type."""
+"""Decodes samples to text. Needs a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from engine.types import Sample
 
 
 def text_of(tokenizer: Any, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-    """Write the text of a sample, cut where a stop string that ended it begins.
+    """Return the text of a sample, without the stop string that ended it.
 
     Args:
         tokenizer: of transformers.
         skip_special: without special tokens.
-        keep_stop: the stop string stays."""
+        keep_stop: keep the stop string."""
     ids = sample.token_ids.tolist()
     if sample.text_end is None or sample.stopped_by is None:
         text: str = tokenizer.decode(ids, skip_special_tokens=skip_special)
         return text
-    # `text_end` counts in the text with all tokens: cut first
+    # `text_end` counts characters of the text with special tokens
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     text = text[: sample.text_end + (len(sample.stopped_by) if keep_stop else 0)]
     if skip_special:

@@ -1,4 +1,4 @@
-"""An HTTP facade in a thread, over a client."""
+"""An HTTP gateway in a thread, over a client."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import msgspec
 from rollout.client.api import RolloutClient
 
 WAIT_S = 60.0
-"""for the facade's thread to begin and to end: a bound for hangs only"""
+"""for the gateway's thread to begin and to end: a bound for hangs only"""
 
 
-class Facade(msgspec.Struct):
+class Gateway(msgspec.Struct):
     """Where it listens, and what ends it."""
 
     url: str
@@ -31,17 +31,18 @@ class Facade(msgspec.Struct):
 
 
 @contextmanager
-def facade(client: RolloutClient, folder: Path, **settings: Any) -> Iterator[Facade]:
+def gateway(client: RolloutClient, folder: Path, **settings: Any) -> Iterator[Gateway]:
     """Serve HTTP on free ports until the block ends, with the tokenizer in `folder`."""
-    from rollout.http.facade import Settings, run
+    from rollout.http.gateway import run
+    from rollout.http.settings import Settings
     from rollout.models import load_tokenizer
 
-    ready: Future[Facade] = Future()
+    ready: Future[Gateway] = Future()
     tokenizer = load_tokenizer(folder)
 
     async def serve() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        listening = lambda url, admin: ready.set_result(Facade(url, admin, loop, stop))  # noqa: E731
+        listening = lambda url, admin: ready.set_result(Gateway(url, admin, loop, stop))  # noqa: E731
         try:
             await run(client, tokenizer, Settings(port=0, **settings), listening, stop)
         except BaseException as error:
@@ -49,7 +50,7 @@ def facade(client: RolloutClient, folder: Path, **settings: Any) -> Iterator[Fac
                 ready.set_exception(error)
             raise
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="facade")
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="gateway")
     thread.start()
     try:
         running = ready.result(WAIT_S)

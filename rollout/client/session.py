@@ -1,0 +1,140 @@
+"""One session with a service. Nothing here waits: groups return handles, requests return futures.
+
+    RolloutClient ──→ ClientSession ──→ Link (I/O thread)
+
+A face for another kind of caller, such as an event loop, needs no more than this class: it waits in its own way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, cast, get_args
+
+from engine.types import Group, Limits, Served, Tag
+from rollout.client.connection import LinkTiming
+from rollout.client.handle import Handle, OnChange
+from rollout.client.link import Link
+from rollout.client.submission import check_budget, seeded, sendable
+from transport import messages as m
+from transport.errors import InvalidRequest, ServiceLost
+from transport.sockets import ClientEnd, ClientTransport
+
+
+class ClientSession:
+    """A session with one service. Thread-safe.
+
+    Args:
+        address, transport: one of the two, as for `RolloutClient`.
+        name, budget, require_version, resubmit: as for `RolloutClient`.
+        timing: timeouts and intervals.
+        clock: seconds, as time.monotonic."""
+
+    def __init__(
+        self,
+        address: str | None,
+        transport: ClientTransport | None = None,
+        name: str = "",
+        *,
+        budget: int | None = None,
+        require_version: int = 0,
+        resubmit: bool = False,
+        timing: LinkTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget is not None and budget < 1:
+            raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
+        self._end = end = end_of(address, transport)
+        self.address = end.address
+        self._budget = budget
+        self._resubmit = resubmit
+        self._ids, self._serials = itertools.count(), itertools.count(1)
+        self._required = Served(require_version)
+        self.link = Link(end, secrets.token_hex(16), name, timing, budget=budget, resubmit=resubmit, clock=clock)
+
+    @property
+    def info(self) -> m.Welcome:
+        """Return the service's last Welcome."""
+        assert self.link.welcome is not None, "the constructor of the client waits for it"
+        return self.link.welcome
+
+    @property
+    def require_version(self) -> int:
+        """Return the oldest version of the weights that groups accept."""
+        return self._required.version
+
+    @require_version.setter
+    def require_version(self, version: int) -> None:
+        """Set it. Groups also require the digest that this client has seen for the version."""
+        self._required = Served(version, self.link.weights.digest(version))
+
+    def group_id(self, given: str | None) -> str:
+        """Return the given group id, or a new one."""
+        return given if given is not None else f"#{next(self._ids)}"
+
+    def submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
+        """Send a group. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
+        serial, info, required = next(self._serials), self.info, self._required
+        group = seeded(group) if self._resubmit else group
+        digest = required.digest if m.DIGESTS in info.capabilities else ""
+        handle = sendable(group, serial=serial, require_version=required.version, require_digest=digest, limits=info.limits)
+        check_budget(handle, self._budget)
+        handle.on_cancel, handle.on_change = self.link.cancel, on_change
+        self.link.submit(handle)
+        return handle
+
+    def status(self) -> Future[dict[str, Any]]:
+        """Ask for the service's status."""
+        return self.link.request(m.StatusRequest)
+
+    def weights_status(self, verify: bool) -> Future[dict[str, Any]]:
+        """Ask for the live and staged weights. Raises InvalidRequest."""
+        if not isinstance(verify, bool):
+            raise InvalidRequest(f"verify={verify!r}: must be True or False")
+        return self.link.request(lambda id: m.WeightsRequest(id, verify))
+
+    def control(self, action: Literal["pause", "resume", "drain", "abort_all"]) -> Future[m.Done]:
+        """Pause, resume, drain or abort the groups of all clients."""
+        return self.link.request(lambda id: m.Control(id, action))
+
+    def change_replicas(self, action: Literal["scale", "drain", "roll"], count: int, name: str) -> Future[m.Done]:
+        """Change the replicas of a fleet."""
+        return self.link.request(lambda id: m.Replicas(id, action, count, name))
+
+    def sleep(self, level: int) -> Future[m.Asleep]:
+        """Release the service's device memory. Raises InvalidRequest."""
+        if type(level) is not int or level not in (1, 2):
+            raise InvalidRequest(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
+        return self.link.request(lambda id: m.Sleep(id, cast(Literal[1, 2], level)))
+
+    def wake(self, tags: Sequence[Tag] | None) -> Future[m.Done]:
+        """Allocate the memory again. Raises InvalidRequest."""
+        if tags is not None and (isinstance(tags, str) or not tags or not set(tags) <= set(get_args(Tag))):
+            raise InvalidRequest(f'tags={tags!r}: must be ("weights",), ("kv",), both, or None for all that is asleep')
+        return self.link.request(lambda id: m.Wake(id, None if tags is None else tuple(tags)))
+
+    def unreachable(self, seconds: float) -> ServiceLost:
+        """Return the error for a service that sent no Welcome within `seconds`. It says what to check."""
+        if self._end.connected:
+            return ServiceLost(
+                f"{self.address} accepts connections but did not answer within {seconds} s: it is in a long step, it is "
+                "stopped, or it is not a rollout service"
+            )
+        return ServiceLost(
+            f"no service at {self.address} within {seconds} s: is `rollout serve` running, is this the endpoint that it "
+            "printed, and if it has keys, is the connection file of this service given in place of the address?"
+        )
+
+    def close(self) -> None:
+        """End the session. May be repeated."""
+        self.link.close()
+
+
+def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:
+    """Return the client's end of the connection. Raises ValueError unless exactly one argument is given."""
+    if (address is None) == (transport is None):
+        raise ValueError("give an address or a transport, one of the two")
+    return transport if transport is not None else ClientEnd(str(address), Limits())

@@ -1,0 +1,234 @@
+"""Sampling, streaming and scoring of prompts, for all HTTP APIs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+
+from engine.types import Group, Sample, Sampling, TokenChunk
+from rollout.client.handle import Handle
+from rollout.http.endpoints import unless_disconnected
+from rollout.http.errors import HttpError, bad
+from rollout.http.prompt_pool import PromptPool
+from rollout.http.requests import Part, PromptRequest, RequestQueue, Submit
+from rollout.http.settings import Settings
+from rollout.http.text import ChunkDecoder, Text, TextChunk, TextOptions
+from rollout.http.upstream import Upstream
+from transport.errors import InvalidRequest
+
+MAX_NAME = 256
+"""characters of a request id"""
+
+
+class PromptGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a request, and the options of its `sampling.n` samples. Made by `GenerationService.group`, which checks
+    it."""
+
+    prompt: np.ndarray
+    """token ids, [prompt_tokens] int32"""
+    sampling: Sampling
+    """max_tokens = 0: the prompt leaves no room, and the samples are empty (`--overlong empty`)"""
+    names: Collection[str] = ()
+    """by which the request can be aborted"""
+    text: TextOptions | None = None
+    """of a stream; None = without text"""
+
+
+class GenerationService:
+    """Checks prompts, and samples, streams and scores them. For one event loop.
+
+    Args:
+        text: decodes tokens.
+        prompts: encodes text.
+    """
+
+    def __init__(self, upstream: Upstream, text: Text, prompts: PromptPool, settings: Settings) -> None:
+        self.upstream, self.text, self.prompts = upstream, text, prompts
+        self.limits = settings.limits
+        self.models = settings.names or (upstream.info.model,)
+        """names of the model; responses use the first unless the request has another"""
+        self._overlong = settings.overlong
+        self._queue = RequestQueue(upstream.client, settings.limits)
+        self._numbers = itertools.count()
+        self._prefix = secrets.token_hex(6)
+
+    # requests
+
+    def model(self, wanted: str | None) -> str:
+        """Return the model name for a response. Raises HttpError 404 for an unknown one."""
+        adapter = self.upstream.adapter
+        if wanted is not None and wanted not in self.models and (adapter is None or wanted != adapter.name):
+            raise HttpError(404, f"the model {wanted[:200]!r} is unknown: this gateway serves {self.models[0]!r}", "model")
+        return wanted or self.models[0]
+
+    def new_id(self, kind: str) -> str:
+        return f"{kind}-{self._prefix}{next(self._numbers):x}"
+
+    def max_tokens(self, wanted: int | None, default: int | None, prompt_tokens: int) -> int:
+        """Return the maximum number of tokens of a sample. default: if the request has none; None = the rest of the context.
+        Raises HttpError for a prompt that leaves no room."""
+        info = self.upstream.info
+        room = info.context - prompt_tokens
+        if self._overlong == "empty" and room < (wanted or 1):
+            return max(0, room)
+        if wanted is not None:
+            return wanted
+        if room < 1:
+            raise bad(
+                f"prompt of {prompt_tokens} tokens: leaves no room for a token in the context of {info.context}", "max_tokens"
+            )
+        return min(room if default is None else default, room, info.limits.max_tokens)
+
+    def group(
+        self, ids: Sequence[int], sampling: Sampling, names: Collection[str], text: TextOptions | None = None
+    ) -> PromptGroup:
+        """Check a prompt and its options as the service does. Raises InvalidRequest."""
+        if sampling.max_tokens == 0 and self._overlong == "empty" and len(ids) >= self.upstream.info.context:
+            self._checked(ids[:1], msgspec.structs.replace(sampling, max_tokens=1))
+            prompt = np.zeros(len(ids), np.int32)
+        else:
+            prompt = self._checked(ids, sampling)
+        return PromptGroup(prompt=prompt, sampling=sampling, names=names, text=text)
+
+    def check_samples(self, groups: Sequence[PromptGroup]) -> None:
+        """Raise HttpError if one request has too many samples."""
+        samples, most = sum(group.sampling.n for group in groups), self.limits.max_samples
+        if samples > most:
+            raise bad(f"{samples} samples, n of each prompt: at most {most} in one request (max_samples)", "n")
+
+    def streaming(self, stream: bool | None) -> dict[str, int]:
+        """Return the fields of `Sampling` for a request that may be a stream."""
+        return {"stream_every": self.limits.stream_every} if stream else {}
+
+    def _checked(self, prompt: Sequence[int] | np.ndarray, sampling: Sampling) -> np.ndarray:
+        info = self.upstream.info
+        most = info.limits.max_prompt_tokens
+        if len(prompt) > most:  # before it is copied
+            raise InvalidRequest(f"prompt of {len(prompt)} tokens: must be 1 to {most} (Limits.max_prompt_tokens)")
+        try:
+            array = np.array(prompt, np.int32)
+        except OverflowError:
+            raise InvalidRequest("the prompt has a token id that is not a 32-bit integer") from None
+        try:
+            Group("http", array, sampling).validate(info.limits, info.vocab_size, info.context)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        return array
+
+    # samples
+
+    async def sample(self, request: Request, groups: Sequence[PromptGroup]) -> list[list[Sample]]:
+        """Sample groups. Returns the samples of each, sorted by index.
+
+        Raises the service's typed error of the first group that fails, HttpError for a failed sample, ClientDisconnect."""
+        made = [PromptRequest(group.prompt, group.sampling, names=group.names) for group in groups if group.sampling.max_tokens]
+        await unless_disconnected(request, self._finish(made))
+        finished = iter(made)
+        return [next(finished).samples if group.sampling.max_tokens else empty_samples(group) for group in groups]
+
+    async def stream(self, groups: Sequence[PromptGroup]) -> AsyncGenerator[TextChunk, None]:
+        """Sample groups, and yield new tokens of each child; its last chunk has its sample. Raises as `sample`.
+
+        A slow reader does not hold tokens back in memory: it misses chunks, and gets these tokens with the sample."""
+        arrived: deque[tuple[int, Part | None]] = deque()
+        ready = asyncio.Event()
+
+        def arrive(number: int, part: Part | None) -> None:
+            if not isinstance(part, TokenChunk) or len(arrived) < self.limits.max_waiting_chunks:
+                arrived.append((number, part))
+                ready.set()
+
+        running: dict[int, PromptRequest] = {}
+        for i, group in enumerate(groups):
+            if group.sampling.max_tokens:
+                running[i] = PromptRequest(group.prompt, group.sampling, partial(arrive, i), group.names)
+            else:
+                arrived.extend((i, sample) for sample in empty_samples(group))
+        requests = list(running.values())
+        decoders = [ChunkDecoder(i, self.text, group.text, group.sampling.stop) for i, group in enumerate(groups)]
+        try:
+            self._queue.open(requests)
+            while running or arrived:
+                while arrived:
+                    number, part = arrived.popleft()
+                    if part is None:
+                        running.pop(number).done.result()  # raises the error of a failed group
+                        continue
+                    if isinstance(part, Sample):
+                        self._check_sample(part)
+                    chunk = decoders[number].decode(part)
+                    if chunk is not None:
+                        yield chunk
+                if running:
+                    await ready.wait()
+                    ready.clear()
+        finally:
+            self._queue.close(requests)
+
+    async def score(self, request: Request, groups: Sequence[PromptGroup], top_logprobs: int) -> list[Sample | None]:
+        """Score prompts at temperature 1. Returns for each a sample whose tokens are those after the first; None for a prompt
+        of one token. Raises as `sample`, and HttpError for invalid `top_logprobs`."""
+        sampling = Sampling(top_logprobs=top_logprobs, max_tokens=max(1, *(len(group.prompt) - 1 for group in groups)))
+        self._checked(groups[0].prompt[:1], sampling)
+
+        def submit(prompt: np.ndarray, sampling: Sampling) -> Handle:
+            return self.upstream.client.submit_score(prompt[:1], [prompt[1:]], sampling)
+
+        made = [PromptRequest(group.prompt, sampling) for group in groups if len(group.prompt) > 1]
+        await unless_disconnected(request, self._finish(made, submit))
+        if any(sample.finish_reason != "scored" for each in made for sample in each.samples):
+            raise HttpError(503, "all requests were aborted before this prompt was scored; try again")
+        finished = iter(made)
+        return [next(finished).samples[0] if len(group.prompt) > 1 else None for group in groups]
+
+    async def _finish(self, requests: Sequence[PromptRequest], submit: Submit | None = None) -> None:
+        """Send requests and wait for their samples; abort them if cancelled."""
+        try:
+            self._queue.open(requests, submit)
+            for request in requests:
+                await request.done
+                for sample in request.samples:
+                    self._check_sample(sample)
+        finally:
+            self._queue.close(requests)
+
+    def _check_sample(self, sample: Sample) -> None:
+        if sample.finish_reason == "error":
+            raise HttpError(500, f"the service failed on sample {sample.index}: {sample.error}")
+        if not np.isfinite(sample.logprobs).all():
+            raise HttpError(500, f"sample {sample.index} has a log-probability that is not finite")
+        if sample.weight_versions:
+            self.upstream.saw(sample.weight_versions[-1][1])
+
+    def abort(self, names: Collection[str] | None = None) -> int:
+        """Abort all requests of this process, or those with one of these names. Unknown names are ignored. Returns the number
+        of groups."""
+        if names is None:
+            return self._queue.abort()
+        selected = frozenset(names)
+        return self._queue.abort(lambda request: not selected.isdisjoint(request.names))
+
+
+def empty_samples(group: PromptGroup) -> list[Sample]:
+    """Return the samples of a prompt that leaves no room for a token."""
+    empty: dict[str, Any] = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32), "weight_versions": []}
+    prompt = len(group.prompt)
+    return [
+        Sample(group_id="", index=i, finish_reason="length", prompt_tokens=prompt, **empty) for i in range(group.sampling.n)
+    ]
+
+
+def checked_name(given: str | None, field: str = "request_id") -> str | None:
+    """Return the id that a request has given itself. Raises HttpError for an empty or long one."""
+    if given is not None and not 1 <= len(given) <= MAX_NAME:
+        raise bad(f"{field} of {len(given)} characters: must be 1 to {MAX_NAME}", field)
+    return given
