@@ -24,7 +24,7 @@ def number_of(engine_id: str) -> int:
 class GroupNames:
     """Of the newest groups of one client, in a ring: 16 bytes for each, since there are hundreds in a second and few are asked
     for. Ids are known by 64 bits of a digest; where two of them share these, the engine finds that a turn's tokens are others
-    (`engine.scheduling.conversations`)."""
+    (`engine.scheduling.conversation`)."""
 
     def __init__(self, session: int) -> None:
         self._session = session

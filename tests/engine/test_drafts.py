@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +29,6 @@ from engine.scheduling.drafts import (
 )
 from engine.scheduling.ngrams import LONGEST, NgramIndex
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import GroupState
 from tests.support.harness import Harness, random_schedule
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 
@@ -340,15 +340,11 @@ def test_schedules_with_drafts_long() -> None:
 
 def patch_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     """a draft is accepted without a look at what was drawn"""
-    take_run = output._take_run
 
-    def trusting(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
-        guessed = list(tokens)
-        if seq.given is None:
-            guessed[run.start : run.start + len(expected)] = expected
-        return take_run(children, seq, expected, guessed, run, take)
+    def trusting(state: Any, row: Any, draws: Any, first: int) -> Any:
+        return append_run(state, row, draws, first, trusted=row.seq.given is None)
 
-    monkeypatch.setattr(output, "_take_run", trusting)
+    monkeypatch.setattr(output, "_append_run", trusting)
 
 
 def patch_counter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,16 +363,10 @@ def patch_counter(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child goes on behind its stop token where a draft was right about it"""
 
-    def deaf(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
-        had, reason = len(seq.output), None
-        for at, number in enumerate(run):
-            reason = take(seq, number) or reason
-            if at == len(expected) or tokens[number] != expected[at]:
-                break
-        children.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
-        return reason
+    def deaf(state: Any, row: Any, draws: Any, first: int) -> Any:
+        return append_run(state, row, draws, first, deaf=True)
 
-    monkeypatch.setattr(output, "_take_run", deaf)
+    monkeypatch.setattr(output, "_append_run", deaf)
 
 
 def patch_settle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,18 +397,20 @@ def patch_last(monkeypatch: pytest.MonkeyPatch) -> None:
             seq.limit = limit
 
     monkeypatch.setattr(Drafts, "_guess", beyond)
-    monkeypatch.setattr(output, "_take_run", _behind_the_end)
+    patch_ended(monkeypatch)
 
 
-def _behind_the_end(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
-    """Append all that fits a draft, and only then look whether the child has ended."""
-    reasons = []
-    for at, number in enumerate(run):
-        reasons.append(take(seq, number))
-        if at == len(expected) or tokens[number] != expected[at]:
+def append_run(state: Any, row: Any, draws: Any, first: int, trusted: bool = False, deaf: bool = False) -> Any:
+    """`output._append_run` of the mutants. trusted: whatever was sampled counts as expected. deaf: no end stops it."""
+    seq, had, reason = row.seq, len(row.seq.output), None
+    for at in range(row.draws):
+        reason = output._append(state, seq, draws, first + at) or reason
+        wrong = at == len(row.expected) or (draws.tokens[first + at] != row.expected[at] and not trusted)
+        if wrong or (reason is not None and not deaf):
             break
-    children.tables.settle(seq, seq.cached + len(reasons) - 1)
-    return next(filter(None, reasons), None)
+    if reason != "error":
+        state.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
+    return reason
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -457,10 +449,14 @@ def test_the_random_schedules_draft() -> None:
 
 
 def test_an_index_goes_with_its_group() -> None:
-    scheduler = small_scheduler(32, drafts=3, max_batch_tokens=16)
+    scheduler, indexes = small_scheduler(32, drafts=3, max_batch_tokens=16), 0
     submit(scheduler, "g", [*range(1, 9), 1, 2], n=2, max_tokens=6)
-    states: list[GroupState] = [*scheduler.state.groups.values()]
     while scheduler.state.has_work:
         step(scheduler, 3)
-    assert not scheduler.state.groups and states[0].texts is not None
-    assert not any(state.said for state in scheduler.state.groups.values())
+        indexes = max(indexes, len(scheduler.drafts.indexes))
+    assert indexes == 1 and not scheduler.state.groups
+    submit(scheduler, "h", [1, 2, 3], max_tokens=6)
+    while scheduler.state.has_work:
+        step(scheduler, 3)
+    gc.collect()
+    assert [state.group.id for state in scheduler.drafts.indexes] in ([], ["h"])

@@ -400,9 +400,18 @@ def test_arrays_go_to_cuda_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -
     assert seen == ["pinned", {"non_blocking": True}]
 
 
-def never_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """who has a pending token is stopped"""
-    monkeypatch.setattr(Scheduler, "must_preempt", False)
+def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a sequence is stopped while a token of it is pending"""
+    stop_sequences = Scheduler._stop_sequences
+
+    def blind(self: Scheduler) -> bool:
+        in_flight, self.state.in_flight = self.state.in_flight, {}
+        try:
+            return stop_sequences(self)
+        finally:
+            self.state.in_flight = in_flight
+
+    monkeypatch.setattr(Scheduler, "_stop_sequences", blind)
 
 
 def takes_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +453,7 @@ def fills_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [never_preempts, takes_the_newest, forgets_who_ended, counts_from_zero, fills_what_is_pending],
+    [never_waits, takes_the_newest, forgets_who_ended, counts_from_zero, fills_what_is_pending],
     ids=lambda mutant: mutant.__doc__,
 )
 def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

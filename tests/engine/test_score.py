@@ -136,7 +136,7 @@ def test_few_logits_are_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> N
         return batch
 
     monkeypatch.setattr(Batch, "build", seen)
-    monkeypatch.setattr(engine.scheduling.scheduler, "SCORED_AT_ONCE", 7)
+    monkeypatch.setattr(engine.scheduling.scheduler, "MAX_SCORES", 7)
     assert_scored(want, run(scoring, [to_score(each, want) for each in groups]))
     assert most == [7]
 

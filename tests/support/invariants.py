@@ -1,4 +1,4 @@
-"""What is always true between two steps. For tests and idle moments."""
+"""Invariants of a scheduler and of its block store, which hold between two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.scheduling.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler) -> None:
-    """Asserts that every sequence runs or waits, that every block is accounted for, and that what is pending is in flight."""
+    """Assert that every sequence runs or waits, that every block is accounted for, and that what is pending is in flight."""
     owners: Counter[Block] = Counter()
     users: Counter[Block] = Counter()
     state = scheduler.state
@@ -55,22 +55,22 @@ def check_table(table: RunningTable) -> None:
 
 
 def check_store(store: BlockStore, owners: dict[Block, int], users: dict[Block, int]) -> None:
-    """Asserts every invariant, given how many sequences hold and use each block."""
+    """Assert all invariants. owners, users: number of sequences that hold and that use each block."""
     living = check_homes(store.homes)
     for block in living | owners.keys():
-        assert block.owners == owners.get(block, 0), "owners are not counted right"
-        assert block.users == users.get(block, 0), "users are not counted right"
+        assert block.owners == owners.get(block, 0), "wrong number of owners"
+        assert block.users == users.get(block, 0), "wrong number of users"
         assert block.users == 0 or block.device is not None, "a block in use is not on the device"
         cached = block.owners == 0
         assert (block in store.cached) == (cached and block.device is not None)
         assert (block in store.cached_host) == (cached and block.device is None)
         assert (block in store.idle) == (not cached and block.users == 0 and block.device is not None)
-        assert not cached or store.index.holds(block), "a block without owners is not in the index: leaked"
-    assert not store.index.keys() - {block.key for block in living}, "the index holds a block that is gone"
+        assert not cached or store.index.holds(block), "a block has no owners and is not in the index: leaked"
+    assert not store.index.keys() - {block.key for block in living}, "the index has a freed block"
 
 
 def check_homes(homes: BlockPlacement) -> set[Block]:
-    """Asserts that slots and blocks agree. Returns the blocks that have a home."""
+    """Assert that slots and blocks agree. Returns all blocks that have a slot."""
     living: set[Block] = set()
     for pool, where in ((homes.device, "device"), (homes.host, "host")):
         blocks = [block for block in pool.holder if block is not None]
