@@ -37,7 +37,7 @@ def test_the_other_bounds_are_the_constants() -> None:
     for figure in (
         f"{QUEUED_MESSAGES} |",
         f"{WAITING_BYTES >> 20} MiB and one message",
-        f"{TOTAL_BYTES >> 20} MiB; past it those",
+        f"{TOTAL_BYTES >> 20} MiB; when exceeded, the connections",
         f"{m.UNTAKEN_BYTES >> 20} MiB; then it waits",
         f"{TAKE_LEAST_S * 1000:.0f} to {TAKE_S * 1000:.0f} ms",
         f"every {TICK_MS} ms",
