@@ -117,7 +117,7 @@ class Engine:
         return self.scheduler.state.abort(group_id, index)
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
-        """Return new tokens of children that run, without ending them: see `Groups.chunks`."""
+        """Return new tokens of children that run, without ending them: see `Scheduler.chunks`."""
         return self.scheduler.chunks(group_id, since, least, most)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
