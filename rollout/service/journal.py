@@ -262,15 +262,16 @@ class Journal(Persistence):
             self._lock = None
 
     def _checkpoint(self) -> None:
-        """Move the log into the file, for as long as the journal is open; nobody waits for that."""
-        db = _connect(self._path)
-        try:
-            while not self._closed.wait(CHECKPOINT_S):
-                try:
-                    db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-                except sqlite3.Error as error:
-                    log.warning("journal not moved into its file path=%s reason=%s", self._path, error)
-        finally:
+        """Checkpoint the log every CHECKPOINT_S until the journal is closed, in a thread, so that the loop does not wait. A
+        connection or a checkpoint that fails is tried again."""
+        db: sqlite3.Connection | None = None
+        while not self._closed.wait(CHECKPOINT_S):
+            try:
+                db = db or _connect(self._path)
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            except sqlite3.Error as error:
+                log.warning("journal checkpoint failed path=%s reason=%s", self._path, error)
+        if db is not None:
             db.close()
 
 

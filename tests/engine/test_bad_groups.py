@@ -69,7 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         for bad in (True, 2.0, np.float32(2), "2")
     ),
     *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBER_FIELDS for bad in (True, "2", np.array(1.0))),
-    *(({name: None}, f"{name}=None: must be a") for name in {*INTEGER_FIELDS, *NUMBER_FIELDS} - OPTIONAL_FIELDS),
+    *(({name: None}, f"{name}=None: must be a") for name in sorted({*INTEGER_FIELDS, *NUMBER_FIELDS} - OPTIONAL_FIELDS)),
     *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids")),
     ({"logit_bias": {1.0: 1.0}}, "logit_bias holds 1.0: must be integers"),
     ({"logit_bias": {1: "1"}}, "logit_bias holds '1': must be numbers"),

@@ -21,6 +21,7 @@ from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
+from rollout.service import journal
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
 from rollout.service.persistence import Persistence
@@ -356,6 +357,25 @@ def test_rollout_serve_is_killed_with_keys_and_a_journal(tiny_config: Config, tm
 
 
 # the file
+
+
+def test_a_log_that_cannot_be_opened_for_a_while_is_checkpointed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread's first connection fails, as without descriptors; it ended for good then, and the log grew without a bound."""
+    connect, opened = journal._connect, list[str]()
+
+    def failing_once(path: str) -> sqlite3.Connection:
+        opened.append(path)
+        if len(opened) == 2:
+            raise sqlite3.OperationalError("unable to open database file")
+        return connect(path)
+
+    monkeypatch.setattr(journal, "_connect", failing_once)
+    monkeypatch.setattr(journal, "CHECKPOINT_S", 0.01)
+    one = Journal(str(tmp_path / "journal"), "seeded")
+    try:
+        until(lambda: len(opened) == 3, "the thread connects again")
+    finally:
+        one.close()
 
 
 def test_one_service_at_a_time(lives: Lives) -> None:
