@@ -555,7 +555,7 @@ def test_policies_that_make_no_sense_are_refused(sampling: dict[str, Any], reaso
 
 def test_more_than_the_wanted_children_cannot_end() -> None:
     asked = msgspec.structs.replace(group("g", [5], n=4, finish_after=3), indices=(0, 1))
-    with pytest.raises(ValueError, match="at most the 2 wanted"):
+    with pytest.raises(ValueError, match="at most the 2 requested"):
         asked.validate(Limits(), 199, 512)
 
 
