@@ -14,10 +14,8 @@ from engine.config import EngineConfig
 from engine.forward.model import ModelLike
 from engine.forward.sampling import uniform
 from engine.pipeline import Pipeline
-from engine.scheduling.counters import Counters
-from engine.scheduling.invariants import check
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stops import Vocabulary, stops_of
+from engine.scheduling.stopping import Vocabulary, stops_of
 from engine.status import status
 from engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo, TokenChunk
 from engine.weights.live import Weights, WeightsTorn
@@ -46,7 +44,7 @@ class Engine:
         self.worker = worker = open_worker(config, model)
         self.config = worker.config
         self.scheduler = scheduler_for(worker)
-        self.counters = self.scheduler.counters
+        self.counters = self.scheduler.state.counters
         self.pipeline = Pipeline(worker, self.scheduler)
         worker.warm_up()
         self.overlap = bool(self.config.overlap_steps)
@@ -97,7 +95,7 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether `step` would do something."""
         scheduler = self.scheduler
-        return not self.pipeline.empty or scheduler.overdue or (scheduler.has_work and not self.mode.rests)
+        return not self.pipeline.empty or scheduler.overdue or (scheduler.state.has_work and not self.mode.rests)
 
     def submit(self, group: Group, client: str = "") -> None:
         """Queue a group. client: name of the client, which shares the engine fairly with others. Raises ValueError with the
@@ -116,11 +114,11 @@ class Engine:
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id
         or index, and for a child of a group that has not forked: a step returns it when it does."""
-        return self.scheduler.abort(group_id, index)
+        return self.scheduler.state.abort(group_id, index)
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
-        """Return new tokens of children that run, without ending them: see `Groups.chunks`."""
-        return self.scheduler.children.chunks(group_id, since, least, most)
+        """Return new tokens of children that run, without ending them: see `Scheduler.chunks`."""
+        return self.scheduler.chunks(group_id, since, least, most)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def step(self) -> list[Sample]:
@@ -197,14 +195,14 @@ class Engine:
     def drain(self) -> bool:
         """Let groups that have started run to their end and start no others, until `resume`. Returns True when none is left. A
         paused engine stays paused."""
-        self.scheduler.admitting = False
+        self.scheduler.state.admitting = False
         if self._asked is Mode.RUNNING:
             self._asked = Mode.DRAINING
-        return self.pipeline.empty and not self.scheduler.has_work
+        return self.pipeline.empty and not self.scheduler.state.has_work
 
     def resume(self) -> None:
         """Undo `drain` and `pause`."""
-        self.scheduler.admitting = True
+        self.scheduler.state.admitting = True
         self._asked = Mode.RUNNING
 
     def sleep(self, level: int = 1) -> int:
@@ -238,16 +236,12 @@ class Engine:
         """Return the status report, JSON-able; see `engine.status`."""
         return status(self)
 
-    def check(self) -> None:
-        """Assert that every block is accounted for."""
-        check(self.scheduler)
-
 
 def scheduler_for(worker: Worker) -> Scheduler:
     """Make the scheduler of a worker's KV pools."""
     config, on_device, on_host = worker.config, len(worker.kv.data), len(worker.kv.host)
     longest = -(-worker.model.context // config.block_size)
-    return Scheduler(config, device_blocks=on_device, host_blocks=on_host, max_blocks=longest, counters=Counters())
+    return Scheduler(config, device_blocks=on_device, host_blocks=on_host, max_blocks=longest)
 
 
 def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refreshed:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from engine.scheduling import output
 from engine.scheduling.plan import Plan
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Sample
@@ -47,7 +48,7 @@ class Pipeline:
     writer of both, and no other code knows of overlap."""
 
     def __init__(self, worker: Worker, scheduler: Scheduler) -> None:
-        self.worker, self.scheduler, self.counters = worker, scheduler, scheduler.counters
+        self.worker, self.scheduler, self.counters = worker, scheduler, scheduler.state.counters
         self.in_flight: list[LaunchedStep] = []
         """oldest first; between two calls of `Engine.step` only where steps overlap"""
         self._ended: list[Sample] = []
@@ -83,14 +84,15 @@ class Pipeline:
 
     # ── the lines of `Engine.step` ────────────────────────────────────────────────────────────────────────────────────
     def plan(self) -> Plan:
-        """Decide the next step. A sequence with a pending token can neither be preempted nor have drafts, so a plan that would
-        do either commits the steps in flight first."""
-        if self.in_flight and (self.scheduler.must_preempt or self.scheduler.would_draft):
+        """Decide the next step. A sequence with a pending token can neither be preempted nor have drafts, so the steps in
+        flight are committed first if the decision needs their results."""
+        while True:
+            self._planning = time.perf_counter()
+            plan = self.scheduler.plan()
+            self.counters.plan_seconds += time.perf_counter() - self._planning
+            if plan is not None:
+                return plan
             self.commit()
-        self._planning = time.perf_counter()
-        plan = self.scheduler.plan()
-        self.counters.plan_seconds += time.perf_counter() - self._planning
-        return plan
 
     def move(self, plan: Plan) -> None:
         """Run the copies of KV of a plan. Raises CopyFailed."""
@@ -98,14 +100,17 @@ class Pipeline:
             copied = self.worker.move(plan)
         except Exception as error:
             raise CopyFailed from error
-        self.scheduler.moved()
-        self.counters.moved(plan.moves, copied, self.worker.kv.block_bytes)
+        state = self.scheduler.state
+        state.store.moved()
+        state.counters.moved(plan.moves, copied, self.worker.kv.block_bytes)
+        state.rates.copied(copied.blocks, copied.seconds)
 
     def execute(self, plan: Plan) -> None:
         """Put the rows of a plan in flight. A plan without rows launches nothing; if no sequence can go on then, a group ends
         with an error."""
         if not plan.num_rows:
-            if self.empty and not self.scheduler.running and self.scheduler.has_work:
+            state = self.scheduler.state
+            if self.empty and not state.running and state.has_work:
                 self.add_ended(self.scheduler.fail_stuck())
             return
         assert self.in_flight or not len(plan.pending_tokens), "a token is pending, and nothing is in flight"
@@ -126,9 +131,9 @@ class Pipeline:
             try:
                 drawn = result.read()
                 if result.prefill_seconds is not None:
-                    self.counters.prefilled(plan.num_tokens, result.prefill_seconds())
+                    self.scheduler.state.rates.prefilled(plan.num_tokens, result.prefill_seconds())
             except Exception as error:
-                self.add_ended(self.scheduler.step_failed(plan, self._failed(error)))
+                self.add_ended(output.step_failed(self.scheduler.state, plan.step, self._failed(error)))
                 continue
             committing, had = time.perf_counter(), self.counters.generated_tokens
             self.counters.sample_seconds += committing - reading
@@ -148,10 +153,10 @@ class Pipeline:
         except CopyFailed as error:
             log.error("copies of KV failed, their sequences are prefilled again step=%d", plan.step, exc_info=error)
             self.commit()
-            self.scheduler.move_failed(plan)
+            output.copies_failed(self.scheduler.state, plan.step)
         except Exception as error:
             self.commit()
-            self.add_ended(self.scheduler.launch_failed(plan, self._failed(error)))
+            self.add_ended(output.launch_failed(self.scheduler.state, plan.step, self._failed(error)))
 
     def _failed(self, error: Exception) -> str:
         """Log and count a failed step. Returns the reason for its groups."""

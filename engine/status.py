@@ -32,7 +32,7 @@ def status(engine: StatusSources) -> dict[str, Any]:
     """Return the status report of an engine, as JSON types."""
     scheduler, version, worker = engine.scheduler, engine.version, engine.worker
     size = worker.kv.block_size
-    sequences = [seq for state in scheduler.groups.values() for seq in state.sequences.values()]
+    sequences = [seq for state in scheduler.state.groups.values() for seq in state.sequences.values()]
     return {
         "model": worker.model.name,
         "version": version,
@@ -46,12 +46,12 @@ def status(engine: StatusSources) -> dict[str, Any]:
         "graphs": worker.graphs is not None,
         "state": engine.mode.value,
         "asleep": sorted(worker.asleep),
-        "groups": len(scheduler.groups),
-        "running": len(scheduler.running),
-        "waiting": len(scheduler.waiting),
-        "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.waiting),
-        "clients": dict(scheduler.running_table.of_client),
-        "credit_s": {client: round(seconds, 3) for client, seconds in scheduler.shares.credits().items()},
+        "groups": len(scheduler.state.groups),
+        "running": len(scheduler.state.running),
+        "waiting": len(scheduler.state.waiting),
+        "offloaded": sum(any(b.device is None and not b.lost for b in seq.blocks) for seq in scheduler.state.waiting),
+        "clients": dict(scheduler.state.table.of_client),
+        "credit_s": {client: round(seconds, 3) for client, seconds in scheduler.state.credit.credits().items()},
         "weights": _weights(engine),
         "kv": {
             "block_size": size,
@@ -59,10 +59,12 @@ def status(engine: StatusSources) -> dict[str, Any]:
             "dtype": worker.kv.dtype_name,
             "stale_token_frac": stale_token_frac(sequences, size, version),
             **_block_counts(scheduler),
-            "kept_children": len(scheduler.children.kept),
-            "kept_blocks": len(scheduler.children.kept.blocks),
+            "kept_children": len(scheduler.state.pinned),
+            "kept_blocks": len(scheduler.state.pinned.blocks),
         },
-        **{name: count for name, count in msgspec.to_builtins(engine.counters).items() if not name.startswith("_")},
+        **{name: count for name, count in msgspec.to_builtins(engine.counters).items()},
+        "copy_blocks_per_second": scheduler.state.rates.copy_blocks_per_second,
+        "prefill_tokens_per_second": scheduler.state.rates.prefill_tokens_per_second,
     }
 
 
@@ -96,7 +98,7 @@ def _weights(engine: StatusSources) -> dict[str, Any]:
 
 def _block_counts(scheduler: Scheduler) -> dict[str, int]:
     """Count blocks. total = free + used + cached in each pool."""
-    store = scheduler.store
+    store = scheduler.state.store
     mirrored = sum(block is not None and block.device is not None for block in store.host.holder)
     host_cached = sum(block is not None and block.owners == 0 for block in store.host.holder)
     return {

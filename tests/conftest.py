@@ -21,7 +21,7 @@ import pytest  # noqa: E402
 
 from engine.config import EngineConfig  # noqa: E402
 from engine.cpu import isa  # noqa: E402
-from engine.scheduling.preemption import Pressure  # noqa: E402
+from engine.scheduling.counters import Rates  # noqa: E402
 from rollout import process  # noqa: E402
 from rollout.config import Config  # noqa: E402
 from rollout.process import service_process  # noqa: E402
@@ -67,7 +67,7 @@ def one_thread() -> None:
 def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is preempted is copied to host memory if that has room. By itself the engine compares rates that it has measured,
     and on a loaded machine it may rather compute a short sequence again."""
-    monkeypatch.setattr(Pressure, "_copy_pays", lambda *_: True)
+    monkeypatch.setattr(Rates, "copy_pays", lambda *_: True)
 
 
 @pytest.fixture(scope="session")

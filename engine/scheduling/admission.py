@@ -1,165 +1,155 @@
-"""Who runs: which sequences stop, and which of those that wait start, by clients, slots and room for KV."""
+"""Admission: which waiting sequence is next, and when there is room to start it.
+
+What preemption by recompute costs is bounded at the start: a sequence whose KV could be dropped again starts when there is room
+for all tokens that it has to compute and for a part of those that it then samples, beside the growth of the running sequences
+(docs/decisions/pressure.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import chain, islice
 
-from engine.config import EngineConfig
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.counters import Counters
-from engine.scheduling.fairness import Fairness
-from engine.scheduling.pinned import PinnedKV
-from engine.scheduling.preemption import Pressure, is_absent
-from engine.scheduling.queue import WaitingQueue
-from engine.scheduling.running import RunningTable
+from engine.scheduling.fairness import first_waiting
+from engine.scheduling.preemption import can_offload, evict_idle, growth
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.state import SchedulerState
+
+COMPUTED_PER_SAMPLED = 8
+"""tokens of KV that could be dropped, for each token that is sampled before they are: bounds the work of recomputation"""
 
 
-class Admission:
-    """A part of the scheduler: moves sequences from waiting to running and back. Those that fork or end are with `Groups`."""
+def next_sequence(state: SchedulerState) -> Sequence | None:
+    """Return the sequence that is next to start. If nothing runs, that is one with KV on the device which another would
+    evict."""
+    seq = first_waiting(state)
+    return seq if seq is None or state.running or state.others_wait else first_alone(state, seq)
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        store: BlockStore,
-        tables: BlockTables,
-        running_table: RunningTable,
-        waiting: WaitingQueue,
-        shares: Fairness,
-        counters: Counters,
-        kept: PinnedKV,
-    ) -> None:
-        self.config = config
-        self.store = store
-        self.tables = tables
-        self.running_table = running_table
-        self.running = running_table.sequences
-        self.waiting = waiting
-        self.shares = shares
-        self.counters = counters
-        self.pressure = Pressure(config, store, counters, kept)
-        self.admitting = True
-        """False: groups that have not started stay where they are"""
-        self.clients: Collection[str] = ()
-        """those that the last plan computes; see `Fairness.foreground`"""
-        self.holding = False
-        """others than these have work"""
 
-    @property
-    def has_work(self) -> bool:
-        """True if something runs, or waits and may start."""
-        return bool(self.running or self.waiting.clients(started=not self.admitting))
+def first_alone(state: SchedulerState, seq: Sequence) -> Sequence:
+    """Choose the sequence that starts where nothing runs and `seq` is next: the first in rank of those whose KV is idle on the
+    device, if `seq` could only use their room and they would have to compute again. So a turn among clients lasts until a group
+    is done, and not a single child of it."""
+    fresh = sum(block.host is None for block in state.store.idle)
+    beside = room_for(state, seq, state.config.most_tokens) <= state.store.available
+    if not fresh or beside or can_offload(state, fresh, fresh * state.config.block_size):
+        return seq
+    idle = (other for other in state.waiting if other.started and other.blocks and other.blocks[0] in state.store.idle)
+    return min(idle, key=lambda other: other.rank, default=seq)
 
-    @property
-    def must_preempt(self) -> bool:
-        """True if `hold_others`, `preempt` or `yield_slots` would stop a sequence."""
-        clients = self._foreground()
-        return (
-            any(client not in clients for client in self.running_table.of_client)
-            or self.pressure.must_preempt(self.running)
-            or bool(self._over_share(self._first_waiting(clients), clients))
-        )
 
-    # ── before a step, in this order ──────────────────────────────────────────────────────────────────────────────────
-    def hold_others(self) -> None:
-        """Choose the clients that are computed, and stop the sequences of all others. Their KV stays while there is room."""
-        self.clients = self._foreground()
-        for seq in [seq for seq in self.running if seq.state.client not in self.clients]:
-            self.stop(seq, held=True)
-        self.holding = any(client not in self.clients for client in self.waiting.clients(started=not self.admitting))
+def start(state: SchedulerState, seq: Sequence, budget: int) -> bool:
+    """Start a waiting sequence if its blocks and its next chunk, of at most `budget` tokens, fit beside what runs. Returns
+    whether it did. Where copies run ahead its blocks must be on the device before, unless nothing else runs."""
+    state.tables.cut_lost(seq)
+    state.tables.find_in_use(seq, state.version)
+    if state.copies_ahead and state.running and absent(seq):
+        return False
+    if not fits(state, seq, state.running, budget):
+        return False
+    state.start(seq, least_run(state, seq))
+    return True
 
-    def preempt(self) -> None:
-        """Stop sequences until the others have room to take a step. Their blocks are offloaded, or dropped: a soft reset, which
-        keeps the leading blocks that others use."""
-        victims = self.pressure.victims(self.running)
-        for seq in victims:
-            self.stop(seq)
-            if not self.pressure.offload(seq):
-                self.counters.soft_resets += self.tables.cut_unused(seq)
-        if victims:
-            self.pressure.reclaim_idle(sum(self.pressure.need(seq) for seq in self.running))
 
-    def yield_slots(self) -> None:
-        """Stop sequences of clients with more than their share of the slots, if all are taken and another client's turn has
-        come. Their KV stays until its room is needed."""
-        for seq in self._over_share(self.next(), self.clients):
-            self.stop(seq)
-
-    def make_room(self, most: int) -> None:
-        """Evict idle blocks for the sequence that is next, or, where some clients go before others or did, for all that can
-        start in a step of `most` tokens."""
-        seq = self.next()
-        slots = min(self.config.most_seqs, most) - len(self.running)
-        if seq is None or not self.store.idle or slots <= 0:
-            return
-        upcoming = [seq]
-        if self.holding or seq.held:
-            upcoming = [*islice(self.waiting.of(self.clients, started=not self.admitting), slots)]
-        self.pressure.make_room(upcoming, self.running, most)
-
-    def copy_ahead(self, most: int) -> None:
-        """Let copies run beside this step, of at most `most` tokens, that the next one needs: room for what it writes, blocks
-        of the sequences that it can start, in their order."""
-        self.pressure.free_ahead(self.running)
-        first, running = self.next(), list(self.running)
-        places = min(self.config.most_seqs, most) - len(running)
-        if not self.pressure.ahead or first is None or not running:
-            return
-        others = (seq for seq in self.waiting.of(self.clients, started=not self.admitting) if seq is not first)
-        for seq in islice(chain((first,), others), max(0, places)):
-            self.tables.cut_lost(seq)
-            if not self.pressure.prefetch(seq, running, most - len(running)):
-                return
-            running.append(seq)
-
-    # ── starting and stopping ─────────────────────────────────────────────────────────────────────────────────────────
-    def next(self) -> Sequence | None:
-        """Return the sequence that is next to start. If nothing runs, that is one with KV on the device that another would
-        take."""
-        seq = self._first_waiting(self.clients)
-        if seq is None or self.running or self.holding:
-            return seq
-        return self.pressure.first_alone(seq, self.waiting)
-
-    def start(self, seq: Sequence, budget: int, version: int) -> bool:
-        """Start a waiting sequence if its blocks and the next chunk, of at most `budget` tokens, fit beside what runs. Returns
-        whether it did. Where copies run ahead its blocks are on the device before, unless nothing else runs. version: of the
-        weights."""
-        self.tables.cut_lost(seq)
-        self.tables.find_in_use(seq, version)
-        if self.pressure.ahead and self.running and is_absent(seq):
-            return False
-        if not self.pressure.fits(seq, self.running, budget):
-            return False
-        least_run = self.pressure.least_run(seq)
-        self.waiting.remove(seq, served=True)
-        seq.state.started = True
-        for i, block in enumerate(seq.blocks):
-            self.store.pin(block, full=i < seq.cached // self.config.block_size)
-        self.running_table.enter(seq, least_run)
+def fits(state: SchedulerState, seq: Sequence, running: list[Sequence], budget: int) -> bool:
+    """Return whether a waiting sequence can start beside `running`: there is `room_for` it, and `room_beside` those. If nothing
+    runs, idle blocks of other waiting sequences are evicted for it."""
+    room, missing = room_for(state, seq, budget), absent(seq)
+    goes_on = seq.held and not missing and not could_be_lost(state, seq)
+    if state.store.available >= room + (0 if goes_on else room_beside(state, seq, running)):
         return True
+    if running:
+        return False
+    # nothing runs, so nothing will be freed: one block at a time will do
+    evict_idle(state, max(room, missing + 1), set(seq.blocks))
+    return state.store.available >= missing + (1 if room > missing and seq.cached % state.config.block_size == 0 else 0)
 
-    def stop(self, seq: Sequence, held: bool = False) -> None:
-        """Move a sequence from running to waiting. It keeps its blocks. held: because other clients go first."""
-        assert not seq.pending, "a sequence stops whose last token is not known yet"
-        self.running_table.leave(seq)
+
+def make_room(state: SchedulerState, budget: int) -> None:
+    """Evict idle blocks for the sequence that is next, or, where some clients have priority over others or had it, for all that
+    can start in a step of `budget` tokens. At the beginning of a plan, since its restores and copies take slots."""
+    seq = next_sequence(state)
+    slots = min(state.config.most_seqs, budget) - len(state.running)
+    if seq is None or not state.store.idle or slots <= 0:
+        return
+    upcoming = [seq]
+    if state.others_wait or seq.held:
+        upcoming = [*islice(state.waiting.of(state.clients, started=not state.admitting), slots)]
+    mine = {block for seq in upcoming for block in seq.blocks}
+    room = state.store.available + sum(block not in mine for block in state.store.idle)
+    budget -= len(state.running)
+    need = starting = 0
+    for seq in upcoming:
+        more = room_for(state, seq, budget) + (1 if starting else room_beside(state, seq, state.running))
+        if budget <= 0 or need + more > room:
+            break
+        need += more
+        budget -= seq.uncached
+        starting += 1
+    evict_idle(state, need, mine)
+
+
+def prefetch(state: SchedulerState, budget: int) -> None:
+    """Where copies run ahead, copy blocks of the sequences that the next step can start to the device beside this step, of at
+    most `budget` tokens, in their order."""
+    first, running = next_sequence(state), list(state.running)
+    places = min(state.config.most_seqs, budget) - len(running)
+    if not state.copies_ahead or first is None or not running:
+        return
+    others = (seq for seq in state.waiting.of(state.clients, started=not state.admitting) if seq is not first)
+    for seq in islice(chain((first,), others), max(0, places)):
+        state.tables.cut_lost(seq)
+        if not fits(state, seq, running, budget - len(running)):
+            return
         for block in seq.blocks:
-            self.store.unpin(block)
-        seq.held = held
-        self.waiting.put(seq)
+            if block.device is None:
+                state.store.prefetch(block)
+        running.append(seq)
 
-    def _foreground(self) -> Collection[str]:
-        """Return the clients whose sequences may be computed now."""
-        return self.shares.foreground({*self.running_table.of_client, *self.waiting.clients(started=not self.admitting)})
 
-    def _first_waiting(self, clients: Collection[str]) -> Sequence | None:
-        return self.waiting.next(self.running_table.of_client, clients, started=not self.admitting)
+# ── room ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def least_run(state: SchedulerState, seq: Sequence) -> int:
+    """Return how many tokens a waiting sequence samples, if it starts now, before it is preempted, unless nothing else frees
+    memory."""
+    least = state.config.advanced.min_run_tokens
+    if not could_be_lost(state, seq):
+        return least
+    part = -(-seq.uncached // COMPUTED_PER_SAMPLED)
+    return max(least, min(part, seq.limit - seq.length))
 
-    def _over_share(self, seq: Sequence | None, clients: Collection[str]) -> list[Sequence]:
-        """Return the running sequences that give their slots to the client of `seq`, which waits."""
-        if seq is None or self.running_table.has_place:
-            return []
-        waiting = {client: count for client, count in self.waiting.counts().items() if client in clients}
-        return self.pressure.sequences_over_share(seq.state.client, waiting, self.running_table.of_client, self.running)
+
+def could_be_lost(state: SchedulerState, seq: Sequence) -> bool:
+    """Return whether a waiting sequence has more than a token to compute, and its KV would be dropped if it were preempted
+    then."""
+    return seq.uncached > 1 and not can_offload(state, -(-seq.length // state.config.block_size), seq.length)
+
+
+def room_for(state: SchedulerState, seq: Sequence, budget: int) -> int:
+    """Return how many slots a waiting sequence needs, for blocks that are not on the device and for new ones: of its next token
+    or chunk if preempting it would lose nothing; else of all tokens that it has to compute and of its least run."""
+    if could_be_lost(state, seq):
+        return absent(seq) + growth(state, seq, cached_after(seq, least_run(state, seq)))
+    return absent(seq) + growth(state, seq, seq.cached + min(seq.uncached, budget))
+
+
+def room_beside(state: SchedulerState, seq: Sequence, running: list[Sequence]) -> int:
+    """Return how many slots stay free for `running` when `seq` starts. Where preempting `seq` would lose nothing: one for each
+    of them, so that it is not preempted again at once (together at most a thirty-second of the pool), and the rest of the least
+    run of those whose KV could be dropped. Else all that they grow by until `seq` is computed and has made its least run."""
+    least = state.config.advanced.min_run_tokens
+    if not could_be_lost(state, seq):
+        owed = (other for other in running if other.ran < other.least_run > least)
+        reserved = sum(growth(state, other, cached_after(other, other.least_run - other.ran)) for other in owed)
+        return min(len(running), 1 + state.store.device.size // 32) + reserved
+    to_compute = seq.uncached + sum(other.uncached for other in running if other.uncached > 1)
+    steps = least_run(state, seq) - (-to_compute // (state.config.most_tokens - len(running)))
+    return sum(other.num_next_samples * growth(state, other, cached_after(other, steps)) for other in running)
+
+
+def cached_after(seq: Sequence, sampled: int) -> int:
+    """Return how many tokens have KV when a sequence has sampled so many more."""
+    return min(seq.length + sampled, seq.limit) - 1
+
+
+def absent(seq: Sequence) -> int:
+    """Return how many blocks of a sequence are not on the device."""
+    return sum(block.device is None for block in seq.blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
 from engine.kv.block import Block
 from engine.kv.prefix import block_key, content_key
 from engine.kv.store import BlockStore
@@ -11,10 +10,10 @@ from engine.scheduling.sequence import Sequence
 
 
 class BlockTables:
-    """A part of the scheduler, with which it writes `Sequence.blocks`."""
+    """Writes `Sequence.blocks` and `Sequence.cached`, for `SchedulerState`."""
 
-    def __init__(self, config: EngineConfig, store: BlockStore, counters: Counters) -> None:
-        self.block_size = config.block_size
+    def __init__(self, block_size: int, store: BlockStore, counters: Counters) -> None:
+        self.block_size = block_size
         self.store = store
         self.counters = counters
 

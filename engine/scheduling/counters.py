@@ -1,4 +1,4 @@
-"""Numbers of the engine since it started: counted where things happen, read by `Engine.status`."""
+"""Counters of the engine since it started, which steer nothing, and measured rates, which policies use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Rate:
-    """Items per second: two sums that decay with a half-life of `span` items, so that a short measurement, which may be mostly
-    noise, weighs little."""
+    """Measures items per second: two sums that decay with a half-life of `span` items, so that a short measurement, which may
+    be mostly noise, weighs little."""
 
     span: int
     count: float = 0.0
@@ -29,31 +29,60 @@ class Rate:
         return self.count / self.seconds if self.seconds > 0 and self.count >= self.span / 8 else 0.0
 
 
+class Rates:
+    """Measured rates that decide whether copying KV to host memory pays."""
+
+    def __init__(self) -> None:
+        self.copy_blocks_per_second = 0.0
+        """between the device and host memory; 0 = not measured yet"""
+        self.prefill_tokens_per_second = 0.0
+        """0 = not measured yet"""
+        self._copies, self._prefills = Rate(512), Rate(8192)
+
+    def copied(self, blocks: int, seconds: float) -> None:
+        """Add copies of blocks."""
+        if blocks:
+            self.copy_blocks_per_second = self._copies.add(blocks, seconds)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Add the forward of a step, nearly all of whose tokens were prefill."""
+        self.prefill_tokens_per_second = self._prefills.add(tokens, seconds)
+
+    def copy_pays(self, blocks: int, tokens: int) -> bool:
+        """Return whether copying so many blocks out and back takes no longer than prefilling the tokens again, or a rate is not
+        known."""
+        if not self.copy_blocks_per_second or not self.prefill_tokens_per_second:
+            return True
+        return 2 * blocks / self.copy_blocks_per_second <= tokens / self.prefill_tokens_per_second
+
+
 @dataclass(slots=True)
 class Counters:
+    """Counts since the engine started, for `Engine.status`."""
+
     steps: int = 0
     generated_tokens: int = 0
     draft_rows: int = 0
-    """rows of steps that may draft: each made accepted_tokens / draft_rows tokens more than one"""
+    """rows of steps that may draft: each sampled 1 + accepted_tokens / draft_rows tokens"""
     drafted_tokens: int = 0
-    """computed ahead on the guess that they would be drawn"""
+    """draft tokens that were computed"""
     accepted_tokens: int = 0
-    """of them, those that were: each a step saved for its child"""
+    """draft tokens that were also sampled: each saves its child a step"""
     scored_tokens: int = 0
     """given tokens whose log-probs were computed"""
     prefill_tokens: int = 0
-    """computed without being drawn: prompts, and prefill after a soft reset"""
+    """tokens of prompts, and of prefill after a preemption by recompute"""
     recomputed_tokens: int = 0
-    """computed a second time"""
+    """tokens that were computed a second time"""
     prefix_hit_tokens: int = 0
-    """taken over from the prefix index"""
+    """tokens whose KV was found in the prefix index"""
     kept_tokens: int = 0
-    """taken over from the turn that a group continues, which was kept"""
+    """tokens whose KV was pinned, of the turn that a group continues"""
     forks: int = 0
     fork_saved_tokens: int = 0
     """prompt tokens that children did not have to prefill"""
     fork_shared_blocks: int = 0
-    """full prompt blocks that children took by reference"""
+    """full prompt blocks that children share"""
     offloads: int = 0
     """sequences offloaded to host memory"""
     offloaded_blocks: int = 0
@@ -61,33 +90,28 @@ class Counters:
     restored_blocks: int = 0
     """blocks copied host → device, for sequences that came back and for prefixes that were found there"""
     soft_resets: int = 0
+    """sequences whose KV was dropped, to be prefilled again"""
     unused_draws: int = 0
-    """made for children that had ended by then: the price of steps that overlap"""
+    """samples for children that had finished by then: the price of steps that overlap"""
     failed_moves: int = 0
     failed_steps: int = 0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     step_seconds: float = 0.0
     decode_seconds: float = 0.0
-    """of steps that did nothing but draw: behind each of their tokens"""
+    """of steps that only decode"""
     decode_tokens: int = 0
     move_seconds: float = 0.0
-    """copies between the pools and copies of a fork; on CUDA by its own clock, those that nothing waits for included, and
-    without a fork's, which are compute there"""
+    """copies between the pools and copies of a fork; on CUDA by its own clock, copies beside the compute included, those of a
+    fork not"""
     plan_seconds: float = 0.0
     build_seconds: float = 0.0
-    """the batch and what the attention prepares for it"""
+    """of building batches and attention metadata"""
     commit_seconds: float = 0.0
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
-    copy_blocks_per_second: float = 0.0
-    """measured, 0 = not yet"""
-    prefill_tokens_per_second: float = 0.0
-    """measured, 0 = not yet"""
     ended: Counter[str] = field(default_factory=Counter)
     """children by finish reason"""
-    _copies: Rate = field(default_factory=lambda: Rate(512), repr=False)
-    _prefills: Rate = field(default_factory=lambda: Rate(8192), repr=False)
 
     def computed(self, seq: Sequence, start: int, count: int) -> None:
         """Count a launched row of `count` tokens from `start` on that is not a decode row."""
@@ -96,7 +120,7 @@ class Counters:
         self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
 
     def moved(self, moves: BlockCopies, copied: Copied, block_bytes: int) -> None:
-        """Count a step's copies of blocks, and those that have ended."""
+        """Count the copies of a step, and copies that ended."""
         to_host = len(moves.offloads) + len(moves.mirrors)
         self.offloaded_blocks += to_host
         to_device = len(moves.restores) + len(moves.prefetches)
@@ -104,25 +128,19 @@ class Counters:
         self.bytes_to_host += to_host * block_bytes
         self.bytes_to_device += to_device * block_bytes
         self.move_seconds += copied.seconds
-        if copied.blocks:
-            self.copy_blocks_per_second = self._copies.add(copied.blocks, copied.seconds)
 
     def stepped(self, plan: Plan, seconds: float, generated: int) -> None:
-        """Count a committed step. seconds: since it was planned, or since the one before was committed, if that was later.
-        generated: tokens that came of it."""
+        """Count a committed step. seconds: since it was planned, or since the step before was committed, if that was later.
+        generated: tokens that it added."""
         self.steps += 1
         self.step_seconds += seconds
         if plan.draws_only:
             self.decode_seconds += seconds
             self.decode_tokens += generated
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """Count the forward of a step, nearly all of whose tokens were prefill."""
-        self.prefill_tokens_per_second = self._prefills.add(tokens, seconds)
-
 
 def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:
-    """Return the share of the sequences' cached tokens in blocks that were begun by other weights than `version`."""
+    """Return the ratio of cached tokens of the sequences in blocks whose first token other weights than `version` computed."""
     cached = stale = 0
     for seq in sequences:
         cached += seq.cached

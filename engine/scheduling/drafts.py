@@ -19,14 +19,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from statistics import median
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.counters import Counters
 from engine.scheduling.ngrams import NgramIndex
 from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.scheduling.state import SchedulerState
 
 MOST_ROWS = 32
 """of a step that drafts: with more, looking for drafts takes longer than they save"""
@@ -143,15 +142,15 @@ class DraftBudget:
 
 
 class Drafts:
-    """A part of the scheduler: makes rows of one token longer. `most`: tokens drafted for a row, 0 = off."""
+    """Adds draft tokens to rows of one token. Owns the n-gram indexes of groups and the measured seconds of steps."""
 
-    def __init__(self, most: int, store: BlockStore, tables: BlockTables, counters: Counters) -> None:
+    def __init__(self, most: int, state: SchedulerState) -> None:
+        """most: tokens drafted for a row, 0 = off."""
         self.most = most
+        self.indexes: WeakKeyDictionary[GroupState, NgramIndex] = WeakKeyDictionary()
         self.seconds = StepSeconds()
         self.account = DraftBudget()
-        self._store = store
-        self._tables = tables
-        self._counters = counters
+        self._state = state
         self._matched: dict[Sequence, int] = {}
         """length of the match behind each draft of the newest step"""
         self._timed = 0, 0, 0, 0.0
@@ -162,7 +161,7 @@ class Drafts:
         """True if the next step may draft, once all that was drawn is known."""
         return 0 < len(running) <= MOST_ROWS and self.most > 0
 
-    def extend(self, rows: list[Row], budget: int, version: int, step: int, now: float) -> list[Row]:
+    def extend(self, rows: list[Row], budget: int, step: int, now: float) -> list[Row]:
         """Return the rows of a step, all of which have one token to compute, with drafts where these pay: at most `budget`
         tokens, in blocks that nobody owns. step: its number, now: seconds, when it began."""
         self._matched.clear()
@@ -173,17 +172,17 @@ class Drafts:
         if len(rows) > MOST_ROWS or self.account.left <= 0:
             return rows  # timed as well, so that prices of steps with more tokens are known before any is drafted
         self._steps += 1
-        self._counters.draft_rows += len(rows)
+        self._state.counters.draft_rows += len(rows)
         if self._steps % (PLAIN_EVERY if self.seconds.knows(len(rows)) else PLAIN_AT_FIRST):
-            for state in {row[0].state.number: row[0].state for row in rows if may_draft(row[0])}.values():
-                index(state)
-            guesses = [self._guess(row[0]) for row in rows]
+            for group in {row.seq.state.number: row.seq.state for row in rows if may_draft(row.seq)}.values():
+                self._index(group)
+            guesses = [self._guess(row.seq) for row in rows]
             counts = self._counts(rows, guesses, budget)
             rows = [
-                self._longer(row, guess[:count], length, version) if count else row
+                self._longer(row, guess[:count], length) if count else row
                 for row, (guess, length), count in zip(rows, guesses, counts, strict=True)
             ]
-        self._timed = step, len(rows), sum(row[2] for row in rows), now
+        self._timed = step, len(rows), sum(row.count for row in rows), now
         return rows
 
     def ended(self, step: int, now: float) -> None:
@@ -197,16 +196,16 @@ class Drafts:
         """Note what became of a draft. drawn: the tokens that were appended to the sequence, one more than were right unless
         one of these ended it."""
         right = [token == guess for token, guess in zip(drawn, expected, strict=False)]
-        self._counters.drafted_tokens += len(expected)
+        self._state.counters.drafted_tokens += len(expected)
         accepted = len(drawn) - 1 if drawn else 0
-        self._counters.accepted_tokens += accepted
+        self._state.counters.accepted_tokens += accepted
         self.account.right(accepted)
-        if seq.state.texts is not None:
-            seq.state.texts.learn(self._matched[seq], right)
+        if seq.state in self.indexes:
+            self.indexes[seq.state].learn(self._matched[seq], right)
 
     def _guess(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
         """Guess the next tokens of a sequence, and say how long the match is."""
-        texts, most = seq.state.texts, min(self.most, seq.limit - seq.length - 1)
+        texts, most = self.indexes.get(seq.state), min(self.most, seq.limit - seq.length - 1)
         if texts is None or most <= 0 or not may_draft(seq):
             return (), 0
         return texts.guess(texts.end(seq.index), most)
@@ -216,8 +215,9 @@ class Drafts:
         account could bear if all were wrong."""
         chances = []
         for i, (row, (guess, length)) in enumerate(zip(rows, guesses, strict=True)):
-            if guess and row[0].state.texts is not None:
-                chances += [(-chance, at, i) for at, chance in enumerate(row[0].state.texts.chances(length, len(guess)))]
+            if guess:
+                texts = self.indexes[row.seq.state]
+                chances += [(-chance, at, i) for at, chance in enumerate(texts.chances(length, len(guess)))]
         counts = [0] * len(rows)
         chances = sorted(chances)[: max(0, budget)]
         if not chances:
@@ -229,16 +229,28 @@ class Drafts:
             counts[i] += 1
         return counts
 
-    def _longer(self, row: Row, draft: tuple[int, ...], length: int, version: int) -> Row:
+    def _longer(self, row: Row, draft: tuple[int, ...], length: int) -> Row:
         """Return a row with as much of a draft behind it as there is room for."""
-        seq, start, count, samples, _ = row
-        room = (len(seq.blocks) + self._store.available) * self._tables.block_size - start - count
+        seq, state, end = row.seq, self._state, row.start + row.count
+        room = (len(seq.blocks) + state.store.available) * state.config.block_size - end
         draft = draft[: max(0, room)]
         if not draft:
             return row
-        self._tables.extend(seq, start + count + len(draft), version)
+        state.tables.extend(seq, end + len(draft), state.version)
         self._matched[seq] = length
-        return seq, start, count + len(draft), samples + len(draft), draft
+        return Row(seq, row.start, row.count + len(draft), row.draws + len(draft), draft)
+
+    def _index(self, group: GroupState) -> None:
+        """Bring the index of a group up to the output of its children."""
+        texts = self.indexes.setdefault(group, NgramIndex())
+        if len(texts) > MOST_TOKENS:
+            texts.forget()
+        most = MOST_TOKENS // (2 + 2 * len(group.finished_outputs) + 2 * len(group.sequences))
+        texts.add(PROMPT, group.group.prompt, most)
+        for number, tokens in group.finished_outputs.items():
+            texts.add(number, tokens, most, behind=PROMPT)
+        for number, sibling in group.sequences.items():
+            texts.add(number, sibling.output, most, behind=PROMPT)
 
 
 PROMPT = -1
@@ -250,18 +262,4 @@ def may_draft(seq: Sequence) -> bool:
     group ends with its first `finish_after` children, since which these are must not depend on what was guessed; and not where
     its logits are changed, which takes longer than a draft saves."""
     state = seq.state
-    return state.forked and not state.races and state.rules is None and seq.given is None and not seq.pending
-
-
-def index(state: GroupState) -> None:
-    """Bring the index of a group up to what its children have said."""
-    if state.texts is None:
-        state.texts = NgramIndex()
-    elif len(state.texts) > MOST_TOKENS:
-        state.texts.forget()
-    texts, most = state.texts, MOST_TOKENS // (2 + 2 * len(state.said) + 2 * len(state.sequences))
-    texts.add(PROMPT, state.group.prompt, most)
-    for number, tokens in state.said.items():
-        texts.add(number, tokens, most, behind=PROMPT)
-    for number, sibling in state.sequences.items():
-        texts.add(number, sibling.output, most, behind=PROMPT)
+    return state.forked and not state.first_k_pending and state.rules is None and seq.given is None and not seq.pending

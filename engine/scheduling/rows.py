@@ -1,4 +1,4 @@
-"""What each running sequence computes next: its row of the step, the blocks that the row writes, and the plan of all rows."""
+"""Rows of a step: what each running sequence computes next, the blocks that the row writes, and the plan of all rows."""
 
 from __future__ import annotations
 
@@ -6,81 +6,66 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.kv.block import BlockCopies
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
+from engine.kv.prefix import block_key, content_key
 from engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
-from engine.scheduling.running import RunningTable
 from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.shared_prefix import computed_by_other
+from engine.scheduling.state import SchedulerState
 
 
-class RowBuilder:
-    """A part of the scheduler; keeps no state of its own."""
+def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
+    """Make the rows of sequences that have one token to compute and may sample another; there is room for all. Blocks are
+    written only where one begins, where the last one is still shared after a fork, and where other weights began it."""
+    size, version, rows = state.config.block_size, state.version, list[Row]()
+    for seq in sequences:
+        cached = seq.cached
+        if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
+            if seq.pending and counts_tokens(seq):
+                continue  # it waits for the step that makes the token known
+            if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
+                state.tables.extend(seq, cached + 1, version)
+            rows.append(Row(seq, cached, 1, seq.num_next_samples, ()))
+    return rows
 
-    def __init__(self, config: EngineConfig, store: BlockStore, tables: BlockTables) -> None:
-        self.config = config
-        self.store = store
-        self.tables = tables
 
-    def decode(self, running: list[Sequence], version: int) -> list[Row]:
-        """Make the rows of sequences that have one token to compute and may sample another; there is room for all. Blocks are
-        touched only where one begins, where the last one is still shared after a fork, and where other weights began it."""
-        size, rows = self.config.block_size, list[Row]()
-        for seq in running:
-            cached = seq.cached
-            if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
-                if seq.pending and counts_tokens(seq):
-                    continue  # it waits for the step that makes the token known
-                if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
-                    self.tables.extend(seq, cached + 1, version)
-                rows.append((seq, cached, 1, seq.num_next_samples, ()))
-        return rows
-
-    def prefill(self, seq: Sequence, budget: int, scores: int, planned: set[bytes], version: int) -> Row | None:
-        """Make the row of the next tokens of a running sequence, at most `budget`, and score `scores` at most. None: it must
-        wait for blocks, or for a row of this very step that computes the same prefix; `planned` has the keys of what this step
-        computes."""
-        size = self.config.block_size
-        if seq.uncached > 1 or seq.given is not None:
-            self.tables.find_cached(seq, version)
-            copied = bool(self.store.available and seq.cached % size and seq.blocks[-1].owners > 1)
-            budget = min(budget, (len(seq.blocks) + self.store.available - copied) * size - seq.cached)
-        count = min(seq.uncached, budget)
-        if count <= 0:
+def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, planned: set[bytes]) -> Row | None:
+    """Make the row of the next tokens of a running sequence, at most `budget`, that scores at most `scores` tokens. None: it
+    waits for blocks, or for a row of this very step that computes the same prefix. planned: keys of the blocks that this step
+    computes."""
+    size, version = state.config.block_size, state.version
+    if seq.uncached > 1 or seq.given is not None:
+        state.tables.find_cached(seq, version)
+        available = state.store.available
+        copied = bool(available and seq.cached % size and seq.blocks[-1].owners > 1)
+        budget = min(budget, (len(seq.blocks) + available - copied) * size - seq.cached)
+    count = min(seq.uncached, budget)
+    if count <= 0:
+        return None
+    if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
+        return None
+    samples, expected = (seq.num_next_samples if count == seq.uncached else 0), ()
+    if samples and seq.given is not None:
+        if scores <= 0:
             return None
-        if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
-            return None
-        samples, expected = (seq.num_next_samples if count == seq.uncached else 0), ()
-        if samples and seq.given is not None:
-            if scores <= 0:
-                return None
-            done, samples = len(seq.output), min(1 + seq.given_left, 1 + budget - count, scores)
-            expected = tuple(seq.given[done : done + samples].tolist())
-            count += samples - 1
-        self.tables.extend(seq, seq.cached + count, version)
-        return seq, seq.cached, count, samples, expected
+        done, samples = len(seq.output), min(1 + seq.given_left, 1 + budget - count, scores)
+        expected = tuple(seq.given[done : done + samples].tolist())
+        count += samples - 1
+    state.tables.extend(seq, seq.cached + count, version)
+    return Row(seq, seq.cached, count, samples, expected)
 
 
 def counts_tokens(seq: Sequence) -> bool:
-    """Tell whether what it draws depends on its tokens also beside the model: then all of them must be known."""
+    """Return whether the next token of a sequence depends on how often tokens occur: then all of them must be known."""
     return seq.tracked is not None and seq.tracked.counts is not None
 
 
-def plan_of(
-    step: int,
-    rows: list[Row],
-    shared: tuple[SharedPrefix, ...],
-    moves: BlockCopies,
-    table: RunningTable,
-    block_size: int,
-    pending: bool,
-) -> Plan:
-    """Make the plan of at least one row, as a value: copies of what it needs of the sequences and of `table`. `pending`: tokens
-    of a step in flight may be among those to compute."""
-    sequences, *numbers, expected = zip(*rows, strict=True)
-    starts, counts, samples = (np.array(each, np.int32) for each in numbers)
+def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool) -> Plan:
+    """Build the plan of at least one row, as a value: copies of what it needs of the sequences and the running table. pending:
+    tokens of a step in flight may be among those to compute."""
+    table, block_size = state.table, state.config.block_size
+    sequences, expected = [row.seq for row in rows], [row.expected for row in rows]
+    starts = np.array([row.start for row in rows], np.int32)
+    counts = np.array([row.count for row in rows], np.int32)
+    samples = np.array([row.draws for row in rows], np.int32)
     places, ends = np.array([seq.place for seq in sequences]), starts + counts
     first_token = np.cumsum(counts) - counts
     token_ids = _token_ids(rows, first_token, np.flatnonzero((counts > 1) | (samples == 0)).tolist())
@@ -111,29 +96,27 @@ def plan_of(
         given=given,
         adjustments=tuple(_adjustments(sampling["adjusted"], sequences, samples, expected)),
         forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
-        shared=shared,
-        moves=moves,
+        shared=tuple(shared_prefixes(rows, block_size)) if state.config.advanced.share_prefix else (),
+        moves=state.store.moves,
     )
 
 
 def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.ndarray:
-    """Return [T] int32 tokens to compute, row after row; `first_token` has where each begins, and of the rows `more` it is not
-    the newest token alone."""
-    token_ids = np.empty(int(first_token[-1] + rows[-1][2]), np.int32)
-    token_ids[first_token] = [row[0].last_token for row in rows]
+    """Return [T] int32 tokens to compute, row after row. first_token: where each row begins. more: rows that compute other
+    tokens than the newest one alone."""
+    token_ids = np.empty(int(first_token[-1] + rows[-1].count), np.int32)
+    token_ids[first_token] = [row.seq.last_token for row in rows]
     for i in more:
-        seq, start, count, samples, expected = rows[i]
-        ahead = expected[: samples - 1] if samples else ()
-        known = seq.tokens(start, count - len(ahead))
-        token_ids[first_token[i] : first_token[i] + count] = [*known.tolist(), *ahead] if ahead else known
+        row = rows[i]
+        ahead = row.expected[: row.draws - 1] if row.draws else ()
+        known = row.seq.tokens(row.start, row.count - len(ahead))
+        token_ids[first_token[i] : first_token[i] + row.count] = [*known.tolist(), *ahead] if ahead else known
     return token_ids
 
 
-def _look_ahead(
-    samples: np.ndarray, expected: tuple[tuple[int, ...], ...], positions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `logits` and `given` of a plan, and correct the `positions` of draws that do not stand behind their row's last
-    token."""
+def _look_ahead(samples: np.ndarray, expected: list[tuple[int, ...]], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `logits` and `given` of a plan, and correct the `positions` of draws that do not follow the last token of their
+    row."""
     logits, given = np.minimum(samples, 1), np.full(len(positions), -1, np.int32)
     for i in [i for i, tokens in enumerate(expected) if tokens]:
         logits[i], first = samples[i], int(samples[:i].sum())
@@ -145,10 +128,10 @@ def _look_ahead(
 
 
 def _adjustments(
-    adjusted: np.ndarray, sequences: tuple[Sequence, ...], samples: np.ndarray, expected: tuple[tuple[int, ...], ...]
+    adjusted: np.ndarray, sequences: list[Sequence], samples: np.ndarray, expected: list[tuple[int, ...]]
 ) -> Iterator[LogitAdjustment]:
-    """Yield how logits are changed, those of the draws that are `adjusted`, [D] bool: of a fork once for all children, of a row
-    that looks ahead for each draw, behind the tokens that stand before it."""
+    """Yield how the logits of the draws `adjusted`, [D] bool, are changed: at a fork once for all children, in a row with
+    expected tokens for each draw, after the tokens before it."""
     if not adjusted.any():
         return
     first = 0
@@ -160,3 +143,44 @@ def _adjustments(
             else:
                 yield seq.tracked.adjustment(first, draws)
         first += draws
+
+
+def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
+    """Find runs of rows of one group that share their prompt blocks."""
+    shared = []
+    first = 0
+    while first < len(rows):
+        seq, start = rows[first].seq, rows[first].start
+        state = seq.state
+        blocks = seq.num_prompt // block_size
+        end = first + 1
+        if blocks and start >= blocks * block_size:
+            prefix = seq.blocks[blocks - 1]
+            while end < len(rows):
+                other, start = rows[end].seq, rows[end].start
+                if other.state is not state or start < blocks * block_size or other.blocks[blocks - 1] is not prefix:
+                    break
+                end += 1
+            if end - first > 1:
+                shared.append(SharedPrefix(first, end - first, blocks))
+        first = end
+    return shared
+
+
+def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size: int, version: int) -> bool:
+    """Return whether another row of this step computes the block that the next `count` tokens of `seq` start with. Otherwise
+    add the full blocks of these tokens to `planned`, keys of the blocks that this step computes."""
+    first = seq.cached // block_size
+    parent = seq.blocks[first - 1].key if first else None
+    if (first and parent is None) or (seq.cached % block_size and seq.blocks[-1].version != version):
+        return False
+
+    def key(i: int) -> bytes:
+        return block_key(content_key(parent, seq.tokens(i * block_size, block_size)), ((0, version),))
+
+    if seq.cached % block_size == 0 and key(first) in planned:
+        return True  # whether or not this row would fill that block
+    for i in range(first, (seq.cached + count) // block_size):
+        parent = key(i)
+        planned.add(parent)
+    return False

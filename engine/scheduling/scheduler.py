@@ -1,54 +1,41 @@
 """The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
 
-`plan()` decides, the engine launches that and says so (`launched()`), `commit()` records what was drawn: at once, or
-after the next step has been planned and launched (`engine.pipeline`). One call of `plan()`:
+`plan()` decides a step, the pipeline launches it and calls `launched()`, `commit()` records what it sampled: at once, or after
+the next step has been planned and launched (`engine.pipeline`). One call of `plan()`:
 
-    1. hold others   clients that were idle go first: while they have work, the sequences of all others stop (shares.py)
-    2. preempt       the running sequences need blocks to grow; if too few, the last in rank are preempted (preemption.py)
-    3. yield slots   all are taken and a client with less than its share waits: others give some up
-    4. make room     idle blocks leave the device for sequences that can start
-    5. decode        one row for each sequence that has one token to compute; in turn, where the step is to be short
-    6. prefill       chunks for the running sequences that have more, while the token budget lasts
-    7. start         waiting sequences: held, forked, preempted or reset ones, then fresh prompts
-    8. copy ahead    ahead of pressure, copies of full blocks to host memory; what the next step needs, beside this one
-    9. draft         where few rows run and all decode: likely tokens behind the one that each computes (drafts.py)
+    1. stop      sequences of clients without priority (fairness.py); the last in rank if KV blocks run out (preemption.py);
+                 those of clients with more than their share of the slots
+    2. evict     idle blocks leave the device for sequences that can start (admission.py)
+    3. decode    one row for each sequence with one token to compute; in turn, if the step is to be short
+    4. prefill   chunks for running sequences with more tokens to compute, while the token budget lasts
+    5. start     waiting sequences: stopped, forked or preempted ones, then fresh prompts
+    6. copy      ahead of need: full blocks to host memory, blocks of the next step to the device
+    7. draft     if few rows run and all decode: likely tokens after the one that each computes (drafts.py)
 
-`admission.py` has 1 to 4 and what starts a sequence, `groups.py` what forks and ends one, `rows.py` a row and the plan of all,
-`recording.py` what becomes of the draws.
-
-It is the only writer of sequences, groups, both pools and the prefix index.
+`state.py` owns all state. Policies are functions that read it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from engine.config import EngineConfig
-from engine.kv.store import BlockStore
-from engine.scheduling.admission import Admission
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.counters import Counters
+from engine.scheduling import admission, fairness, output, preemption
 from engine.scheduling.drafts import Drafts
-from engine.scheduling.fairness import Fairness, RoundRobin, tokens_by_client
-from engine.scheduling.groups import Groups
 from engine.scheduling.plan import Plan, SampledTokens, copies_only
-from engine.scheduling.queue import WaitingQueue
-from engine.scheduling.recording import record
-from engine.scheduling.rows import RowBuilder, plan_of
-from engine.scheduling.running import RunningTable
-from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.shared_prefix import shared_prefixes
-from engine.scheduling.stops import Stops
-from engine.types import Group, Sample
+from engine.scheduling.rows import build_plan, decode_rows, prefill_row
+from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.stopping import Stops
+from engine.types import Group, Sample, TokenChunk
 
-SCORED_AT_ONCE = 1024
-"""given tokens of one step: their logits are in memory together"""
+MAX_SCORES = 1024
+"""given tokens that one step scores: their logits are in memory together"""
 
 
 class Scheduler:
-    """Decides the steps; the module's docstring has the order. `max_blocks`: blocks of the longest sequence of the model.
-    `clock`: seconds that only go up."""
+    """Decides the steps; the docstring of the module has the order."""
 
     def __init__(
         self,
@@ -57,227 +44,234 @@ class Scheduler:
         device_blocks: int,
         host_blocks: int,
         max_blocks: int,
-        counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
-        self.block_size = config.block_size
-        self.counters = counters
-        self.store = store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
-        self.running_table = running = RunningTable(config.most_seqs, min(max_blocks, device_blocks))
-        self.running = running.sequences
-        self.waiting = waiting = WaitingQueue()
-        self.shares = shares = Fairness(config.foreground_s)
-        self.tables = tables = BlockTables(config, store, counters)
-        self.rows = RowBuilder(config, store, tables)
-        self.drafts = Drafts(config.drafts or 0, store, tables, counters)
-        self.children = Groups(config, store, tables, running, waiting, shares, counters, clock)
-        self.admission = Admission(config, store, tables, running, waiting, shares, counters, self.children.kept)
-        self.groups = self.children.of_id
-        self.version = 0
-        """of the weights"""
-        self._clock = clock
-        self._round_robin = RoundRobin()
+        """max_blocks: blocks of the longest sequence of the model. clock: returns seconds, never falling."""
+        self.state = SchedulerState(config, device_blocks, host_blocks, max_blocks, clock)
+        self.drafts = Drafts(config.drafts or 0, self.state)
+        self._round_robin = fairness.RoundRobin()
         self._planned = 0
-        self._rows: dict[int, list[Row]] = {}
-        """of the steps that were planned and not committed, by number: the way back from a plan to its sequences"""
-
-    # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None = None) -> list[Sample]:
-        """Queue a group. Returns the children that are complete already; see `Groups.submit`."""
-        return self.children.submit(group, client, seed, eos, stops)
-
-    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
-        """End the children that are not finished, or one of them; see `Groups.abort`."""
-        return self.children.abort(group_id, index)
-
-    def expire(self) -> list[Sample]:
-        """End what has had its time; see `Groups.expire`. Returns the unfinished children with what they have."""
-        return self.children.expire()
-
-    @property
-    def overdue(self) -> bool:
-        """True if something may have had its time."""
-        return self.children.overdue
-
-    @property
-    def has_work(self) -> bool:
-        """True if something runs, or waits and may start."""
-        return self.admission.has_work
-
-    @property
-    def admitting(self) -> bool:
-        """False: groups that have not started stay where they are."""
-        return self.admission.admitting
-
-    @admitting.setter
-    def admitting(self, value: bool) -> None:
-        self.admission.admitting = value
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def plan(self) -> Plan:
-        """Decide the next step. No rows: nothing can be done now."""
-        now = self._clock()
-        most = self.shares.most_tokens(self.config.most_tokens, now)
-        self.store.begin()
-        self.admission.hold_others()
-        self.admission.preempt()
-        self.admission.yield_slots()
-        self.admission.make_room(most)
-        decoding = self._decode(most)
-        filling = self._prefill(most, len(decoding))
-        self.admission.pressure.mirror(self.running)
-        self.admission.copy_ahead(most)
-        pending, self._planned = bool(self._rows), self._planned + 1
+    def plan(self) -> Plan | None:
+        """Decide the next step. Returns a plan without rows if nothing can be computed now. Returns None, having changed
+        nothing, if the decision needs the results of the step in flight: commit that step and call again."""
+        state = self.state
+        pending = bool(state.in_flight)
+        if pending and self.drafts.wanted(state.running):
+            return None  # what follows a draft is known with its results only
+        now = state.clock()
+        budget = state.credit.most_tokens(state.config.most_tokens, now)
+        state.store.begin()
+        if not self._stop_sequences():
+            return None
+        admission.make_room(state, budget)
+        rows = self._decode(budget)
+        filling = self._prefill(budget, len(rows))
+        preemption.mirror(state)
+        preemption.free_ahead(state)
+        admission.prefetch(state, budget)
+        self._planned += 1
         if filling:
-            rows = sorted(decoding + filling, key=lambda row: row[0].age)
-        else:
-            rows = decoding if pending else self.drafts.extend(decoding, most - len(decoding), self.version, self._planned, now)
+            rows = sorted(rows + filling, key=lambda row: row.seq.age)
+        elif not pending:
+            rows = self.drafts.extend(rows, budget - len(rows), self._planned, now)
         if not rows:
-            return copies_only(self._planned, self.store.moves)
-        shared = tuple(shared_prefixes(rows, self.block_size)) if self.config.advanced.share_prefix else ()
-        self._rows[self._planned] = rows
+            return copies_only(self._planned, state.store.moves)
+        state.in_flight[self._planned] = rows
         if not pending:
-            self.shares.step_began(now)
-        return plan_of(self._planned, rows, shared, self.store.moves, self.running_table, self.block_size, pending)
+            state.credit.step_began(now)
+        return build_plan(state, self._planned, rows, pending)
 
-    def _decode(self, most: int) -> list[Row]:
-        """Make the rows of one token each, for a step of at most `most`: of all sequences that have one to compute, but in a
-        short step of some in turn. Half of a short step is for prefill if there is any to do."""
-        if most == self.config.most_tokens:
-            return self.rows.decode(self.running, self.version)
-        decoding = [seq for seq in self.running if seq.uncached == 1 and seq.given is None]
-        if len(decoding) < len(self.running) or (len(self.waiting) and self.running_table.has_place):
-            most //= 2
-        return self.rows.decode(self._round_robin.take(decoding, most), self.version)
+    def _stop_sequences(self) -> bool:
+        """Apply the policies that stop sequences; each decides on what the one before has left. Returns False, having changed
+        nothing, if one of them would stop a sequence while a step is in flight: that step may finish some, and no sequence
+        stops while a token of it is pending."""
+        state, room = self.state, 0
+        state.clients = fairness.priority_clients(state)
+        for policy in (fairness.apply_priority, preemption.preempt, fairness.rebalance_slots):
+            stops, need = policy(state)
+            room = max(room, need)
+            if stops and state.in_flight:
+                return False
+            if stops:
+                preemption.evict_idle(state, room)
+            for seq in stops:
+                state.stop(seq, held=policy is fairness.apply_priority)
+                if policy is preemption.preempt:
+                    preemption.release_kv(state, seq)
+            if stops and policy is preemption.preempt:
+                room = preemption.running_need(state)
+        preemption.evict_idle(state, room)
+        state.others_wait = fairness.others_wait(state)
+        return True
 
-    def _prefill(self, most: int, decoding: int) -> list[Row]:
+    def _decode(self, budget: int) -> list[Row]:
+        """Make the rows of one token each: of all sequences that have one to compute, but in a short step of some in turn. Half
+        of a short step is for prefill if there is any."""
+        state = self.state
+        if budget == state.config.most_tokens:
+            return decode_rows(state, state.running)
+        decoding = [seq for seq in state.running if seq.uncached == 1 and seq.given is None]
+        if len(decoding) < len(state.running) or (len(state.waiting) and state.table.has_place):
+            budget //= 2
+        return decode_rows(state, self._round_robin.take(decoding, budget))
+
+    def _prefill(self, budget: int, decoding: int) -> list[Row]:
         """Make the rows of sequences that have more than one token to compute and of those that can start, for a step of at
-        most `most` tokens, so many of which are decoded. A short step has as few draws."""
-        budget, short, scores = most - decoding, most < self.config.most_tokens, SCORED_AT_ONCE
+        most `budget` tokens, `decoding` of which are decoded. A short step has as few draws."""
+        state, scores = self.state, MAX_SCORES
+        short, budget = budget < state.config.most_tokens, budget - decoding
         planned: set[bytes] = set()
         rows: list[Row] = []
 
         def add(seq: Sequence) -> None:
             nonlocal budget, scores
-            if row := self.rows.prefill(seq, budget, scores, planned, self.version):
+            if row := prefill_row(state, seq, budget, scores, planned):
                 rows.append(row)
-                scores -= len(row[4])
-                budget -= max(row[2], row[3]) if short else row[2]
+                scores -= len(row.expected)
+                budget -= max(row.count, row.draws) if short else row.count
 
-        if decoding < len(self.running):
-            for seq in [seq for seq in self.running if seq.uncached > 1 or seq.given is not None]:
+        if decoding < len(state.running):
+            for seq in [seq for seq in state.running if seq.uncached > 1 or seq.given is not None]:
                 if budget > 0:
                     add(seq)
-        while budget > 0 and self.running_table.has_place:
-            waiting = self.admission.next()
-            if waiting is None or not self.admission.start(waiting, budget, self.version):
+        while budget > 0 and state.table.has_place:
+            waiting = admission.next_sequence(state)
+            if waiting is None or not admission.start(state, waiting, budget):
                 break
             add(waiting)
         return rows
 
     def sequences_of(self, plan: Plan) -> list[Sequence]:
         """Return the sequence of each row of a plan that is not committed."""
-        return [row[0] for row in self._rows[plan.step]]
+        return [row.seq for row in self.state.in_flight[plan.step]]
 
-    @property
-    def must_preempt(self) -> bool:
-        """True if the next plan would stop a sequence. The step in flight must be committed first: it may end some, and no
-        sequence stops while a token of it is pending."""
-        return self.admission.must_preempt
+    def launched(self, plan: Plan) -> None:
+        """Note that the step is in flight."""
+        output.launched(self.state, self.state.in_flight[plan.step])
 
-    @property
-    def would_draft(self) -> bool:
-        """True if the next plan may draft if no step is in flight: what comes after a draft is known with the draws only."""
-        return self.drafts.wanted(self.running)
+    def commit(self, plan: Plan, sampled: SampledTokens) -> list[Sample]:
+        """Record what the oldest step in flight sampled: tokens, forks, finished children. Returns the samples of these. Rows
+        of children that finished while the step was in flight are skipped."""
+        state = self.state
+        rows, now, credit = state.in_flight.pop(plan.step), state.clock(), state.credit
+        credit.step_ended(fairness.tokens_by_client(rows, plan.num_tokens, credit.only_client), now, state.others_wait)
+        self.drafts.ended(plan.step, now)
+        samples = output.record(state, rows, sampled, self.drafts.learn)
+        credit.committed(state.clock() - now)
+        return samples
 
     def offload_all(self) -> Plan:
         """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
         of copies."""
-        self.store.begin()
-        for seq in sorted(self.running, key=lambda seq: seq.rank):
-            self.admission.stop(seq)
-        self.store.offload_all()
+        state = self.state
+        state.store.begin()
+        for seq in sorted(state.running, key=lambda seq: seq.rank):
+            state.stop(seq)
+        state.store.offload_all()
         self._planned += 1
-        return copies_only(self._planned, self.store.moves)
-
-    def moved(self) -> None:
-        """Note that the plan's copies are done."""
-        self.store.moved()
-
-    def move_failed(self, plan: Plan) -> None:
-        """Reset the sequences whose blocks cannot be trusted, as the plan's copies stopped in the middle; the plan is void."""
-        self.counters.failed_moves += 1
-        broken = self.store.move_failed()
-        for seq, *_ in self._rows.pop(plan.step, []):
-            self.tables.truncate(seq, -(-seq.cached // self.block_size))
-        for seq in list(self.running):
-            if any(block in broken for block in seq.blocks):
-                self.admission.stop(seq)
-                self.tables.truncate(seq, 0)
-                self.counters.soft_resets += 1
-        self.store.discard(broken)
-
-    def launched(self, plan: Plan) -> None:
-        """Note that the step is in flight: from here on its KV counts as computed, since whatever reads it comes later on the
-        device, and the tokens that it samples are pending."""
-        size, at = self.block_size, 0
-        for seq, start, count, draws, expected in self._rows[plan.step]:
-            forked = seq.state.forked
-            if expected:
-                count -= draws - 1  # how many of the others count is known with the draws
-            if count > 1 or not draws or not forked:
-                self.counters.computed(seq, start, count)
-            seq.cached = cached = start + count
-            if cached > seq.computed:
-                seq.computed = cached
-            if cached // size > start // size and not seq.pending:
-                self.tables.fill(seq, start)
-            if draws and forked:
-                seq.expect(at)
-            at += draws
-
-    def commit(self, plan: Plan, drawn: SampledTokens) -> list[Sample]:
-        """Record what the oldest step in flight drew: tokens, forks, ends. Returns the children that ended. Rows of those
-        that ended while the step was under way are passed over."""
-        rows, now = self._rows.pop(plan.step), self._clock()
-        self.shares.step_ended(tokens_by_client(rows, plan.num_tokens, self.shares.only_client), now, self.admission.holding)
-        self.drafts.ended(plan.step, now)
-        samples = record(self.children, self.drafts, rows, drawn, self.version)
-        self.shares.committed(self._clock() - now)
-        return samples
-
-    def launch_failed(self, plan: Plan, reason: str) -> list[Sample]:
-        """End the groups of a plan that could not be launched with an error; the plan is void."""
-        return self._fail([row[0] for row in self._rows.pop(plan.step)], reason)
-
-    def step_failed(self, plan: Plan, reason: str) -> list[Sample]:
-        """End every group that runs with an error, clear the prefix index and drop the KV of those that wait: a launched step
-        failed, and any of them may have taken over KV that it wrote. The plan is void."""
-        del self._rows[plan.step]
-        self.children.kept.release_all()
-        self.store.forget_all()
-        for seq in self.waiting:
-            self.tables.truncate(seq, 0)
-        return self._fail(list(self.running), reason)
-
-    def _fail(self, sequences: list[Sequence], reason: str) -> list[Sample]:
-        """End the groups of these with an error. What their blocks hold is not reused."""
-        states = {seq.state.number: seq.state for seq in sequences if not seq.ended}
-        for seq in sequences:
-            self.tables.distrust(seq)
-        return [sample for state in states.values() for sample in self.children.end_all(state, "error", reason)]
+        return copies_only(self._planned, state.store.moves)
 
     def fail_stuck(self) -> list[Sample]:
-        """End the group that is next with an error, where nothing runs and nothing can start."""
-        seq = self.admission.next()
+        """Finish the group that is next with an error, where nothing runs and nothing can start."""
+        seq, state = admission.next_sequence(self.state), self.state
         assert seq is not None
-        need = -(-seq.length // self.block_size)
-        reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {self.store.device.size}"
-        return self.children.end_all(seq.state, "error", reason)
+        need = -(-seq.length // state.config.block_size)
+        reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {state.store.device.size}"
+        return state.finish_all(seq.state, "error", reason)
+
+    # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None = None) -> list[Sample]:
+        """Queue a group. Returns the samples of the children that are complete already. Raises ValueError if the id is taken,
+        if one child could never fit into the pool or has tokens after a stop string, or if as many are complete as end the
+        group."""
+        state = self.state
+        if group.id in state.groups:
+            raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
+        need = -(-(len(group.prompt) + group.sampling.max_tokens) // state.config.block_size)
+        if need > state.store.device.size:
+            raise ValueError(
+                f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
+                f"{state.config.block_size} tokens, the pool has {state.store.device.size}; lower max_tokens or raise kv_tokens"
+            )
+        queued = GroupState(group, client, state.submitted, seed, state.clock(), eos, stops)
+        enough = group.sampling.finish_after
+        if enough is not None and len(queued.complete) >= enough:
+            raise ValueError(
+                f"finish_after={enough}: {len(queued.complete)} of the partial samples are complete; leave them out"
+            )
+        return state.add(queued)
+
+    def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
+        """Return new tokens of unfinished children beyond their first `since` tokens (by index, 0 if not named): of those with
+        at least `least` new ones, at most `most` tokens in all, longest first. [] for an unknown id."""
+        group = self.state.groups.get(group_id)
+        return [] if group is None or not group.forked else chunks_of(group.sequences.values(), since, least, most)
+
+    @property
+    def overdue(self) -> bool:
+        """Return whether a group may be past its deadline, or the time of pinned KV may be over."""
+        now = self.state.clock()
+        return self.state.deadlines.due(now) or self.state.pinned.due(now)
+
+    def expire(self) -> list[Sample]:
+        """Finish the groups that are past their deadline, and release KV that was pinned long enough. Returns the samples of
+        these groups."""
+        state, now = self.state, self.state.clock()
+        state.pinned.expire(now)
+        return [sample for group in state.deadlines.take(now) for sample in state.finish_all(group, "deadline")]
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
-        """Note that the weights are another version, with no step in flight. kv: see `Groups.refresh`. Returns the samples that
-        this ends."""
-        self.version = version
-        return self.children.refresh(version, kv)
+        """Note that the weights are another version, with no step in flight. kv: "keep" the KV of live groups, "recompute" it,
+        or "abort" the groups. "recompute" drops all KV of started groups, whatever their `max_kv_lag`. A prompt without sampled
+        tokens, or of a partial child, keeps KV as old as `max_kv_lag` allows. Returns the samples that this finishes."""
+        assert kv in ("keep", "recompute", "abort")
+        state, samples = self.state, list[Sample]()
+        state.version = version
+        if kv != "keep":
+            state.pinned.release_all()
+            state.conversations.forget_kv(version)
+        for group in list(state.groups.values()):
+            if kv == "abort" and group.started:
+                samples += state.finish_all(group, "aborted")
+                continue
+            if kv != "keep":
+                group.own = None
+            if kv == "recompute" and group.started:
+                group.oldest_kv = version
+            samples += self._finish_stale(group)
+            for seq in list(group.sequences.values()):
+                if kv == "recompute" or not seq.drew:
+                    state.tables.drop_older(seq, group.readable_from(version))
+        return samples
+
+    def _finish_stale(self, group: GroupState) -> list[Sample]:
+        """Finish the children whose first token is too far behind the weights, also those that wait for their group to fork."""
+        state, lag = self.state, group.group.sampling.max_version_lag
+        if lag is None:
+            return []
+        oldest = state.version - lag
+        samples = [state.finish(seq, "stale") for seq in list(group.sequences.values()) if is_stale(seq, oldest)]
+        if not group.forked:
+            stale = [child for index in group.resumed if is_stale(child := Sequence(group, index), oldest)]
+            samples += [state.count_finished(child, "stale", state.clock() - group.arrived) for child in stale]
+            group.leave_out([child.index for child in stale])
+            samples += [] if group.uncancelled else state.finish_all(group, "aborted")
+        return samples
+
+
+def is_stale(seq: Sequence, oldest: int) -> bool:
+    """Return whether weights before version `oldest` sampled the first token of a sequence."""
+    return bool(seq.spans) and seq.spans[0][1] < oldest
+
+
+def chunks_of(sequences: Iterable[Sequence], since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
+    """Return the new tokens of these; see `Scheduler.chunks`."""
+    new = [(len(seq.output) - since.get(seq.index, 0), seq) for seq in sequences]
+    chunks = []
+    for count, seq in sorted((each for each in new if each[0] >= least), key=lambda each: (-each[0], each[1].index)):
+        if most > 0:
+            chunks.append(seq.chunk(len(seq.output) - count, min(count, most)))
+        most -= count
+    return chunks

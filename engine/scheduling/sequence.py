@@ -1,27 +1,26 @@
-"""A sequence: one child of a group (or the group's prompt before the fork), its tokens and its blocks of KV."""
+"""A group, and a sequence: one child of a group (or the prompt of the group before the fork), its tokens and its KV blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import msgspec
 import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
-from engine.scheduling.ngrams import NgramIndex
-from engine.scheduling.stops import Stops
-from engine.scheduling.tracked import LogitRules, TokenCounts
+from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
 from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
 
 
 class GroupState:
-    """A group while the engine works on it. Written by the scheduler only."""
+    """A group that is not finished. Written by `SchedulerState` and `engine.scheduling.output` only."""
 
     __slots__ = (
         "group",
         "client",
         "number",
-        "order",
+        "age",
         "own",
         "seed",
         "arrived",
@@ -39,94 +38,88 @@ class GroupState:
         "cut_at",
         "cancelled",
         "started",
-        "said",
-        "texts",
+        "finished_outputs",
+        "__weakref__",
     )
 
     def __init__(
         self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int], stops: Stops | None = None
     ) -> None:
-        """Raises ValueError for a child that goes on behind a stop string."""
+        """Raises ValueError for a partial child with tokens after a stop string."""
         self.group = group
         self.client = client
         self.number = number
-        """counts up with submission: a smaller one is older"""
-        self.order = number, number
+        """counts submissions: a smaller one is older"""
+        self.age = number, number
         """sorts oldest first: (number of the group that its conversation began with, its own)"""
         self.own: KVVersions | None = None
-        """what computed the KV of the turn that it continues: it may take that over, however old"""
+        """weight versions that computed the KV of the turn that it continues: it may reuse that KV, however old"""
         self.seed = seed
         self.arrived = arrived
         self.eos = frozenset[int]() if group.score else eos
-        """tokens that end a child with "stop" """
+        """tokens that end a child with "stop"; none where tokens are scored"""
         self.stop_ids = tuple(sorted(eos))
-        """those that `min_tokens` forbids, in order"""
+        """tokens that `min_tokens` forbids, ascending"""
         self.stops, self.rules = stops, LogitRules.of(group)
-        """strings that end a child with "stop", and how its logits are changed; None: there are none, and they are not"""
+        """strings that end a child with "stop", None without; changes of the logits, None without"""
         self.sequences: dict[int, Sequence] = {}
         """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
         self._know_children(group, eos, stops)
         self.cancelled: set[int] = set()
-        """children that are to end as "aborted" where the group forks"""
+        """children that finish as "aborted" when the group forks"""
         self.started = False
         """one of its sequences has run"""
         self.finished = 0
-        """children that ended by themselves"""
-        self.said: dict[int, np.ndarray] = {}
-        """[tokens] int32 of children that have ended: their siblings are drafted from these"""
-        self.texts: NgramIndex | None = None
-        """index of what its children have said; None: nobody has drafted"""
+        """children that finished with "stop" or "length" """
+        self.finished_outputs: dict[int, np.ndarray] = {}
+        """[tokens] int32 of the children that finished, by index: drafts for their siblings are taken from these"""
         self.cut_at: int | None = None
-        """tokens at which its children are cut; None: not enough of them have ended for that"""
+        """tokens at which its children are cut; None: fewer than `finish_after` children have finished"""
         self.forked = not self.fresh
-        """every child that is not finished has a sequence. Where all have started there is no first token in common: each
-        prefills for itself, and the prefix index shares the prompt"""
+        """every child that is not finished has a sequence. A group of partial children alone samples nothing from its prompt
+        and does not fork: each child prefills for itself, and the prefix index shares the prompt"""
         self.oldest_kv = 0
-        """version of the last refresh that had its KV computed again: what older weights computed is not read any more"""
+        """version of the last refresh with kv="recompute": KV of older weights is not read any more"""
 
     def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
-        """Note which children there are, and which of them have started or are complete."""
+        """Set which children there are: complete, partial and fresh ones."""
         partials = {child.index: child for child in group.partials}
         self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
-        """how children ended that were complete when the group came"""
+        """finish reasons of the children that were complete when the group came, by index"""
         self.resumed: dict[int, PartialSample] = {
             index: child for index, child in partials.items() if index not in self.complete
         }
-        """what the other children had that had started"""
+        """the other partial children, by index"""
         self.fresh = [index for index in group.wanted if index not in partials]
-        """the children that draw their first token where the prompt ends, in order; the first one runs on where the group
-        forks"""
+        """indices of the children that sample their first token from the prompt; the sequence of the prompt becomes the first
+        of them at the fork"""
 
     @property
     def uncancelled(self) -> int:
-        """children that are not to end where the group forks, before it has"""
+        """Return how many children do not finish at the fork, before it."""
         return len(self.fresh) + len(self.resumed) - len(self.cancelled)
 
     def leave_out(self, indices: Collection[int]) -> None:
-        """Forget children that go on, before the group has forked."""
+        """Remove partial children, before the fork."""
         for index in indices:
             del self.resumed[index]
         self.cancelled -= set(indices)
 
     @property
-    def races(self) -> bool:
-        """The group ends with its first `finish_after` children, and not so many have ended."""
+    def first_k_pending(self) -> bool:
+        """Return whether the group ends with its first `finish_after` children and fewer have finished."""
         enough = self.group.sampling.finish_after
         return enough is not None and self.finished < enough
 
-    def heard(self, sample: Sample) -> Sample:
-        """Remember what a child has said that has ended. Returns its sample."""
-        self.said[sample.index] = sample.token_ids
-        return sample
-
     def readable_from(self, version: int) -> int:
-        """The oldest version whose KV it may take over while `version` is live: as old as its `max_kv_lag` allows a new sample,
-        but none from before its KV was to be computed again."""
+        """Return the oldest version whose KV it may reuse while `version` is live: as old as `max_kv_lag` allows a new sample,
+        but not older than the last refresh with kv="recompute"."""
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
 def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
-    """How a child had ended when its group came, if it had. Raises ValueError if it goes on behind a stop string."""
+    """Return the finish reason of a partial child that is complete, else None. Raises ValueError if it has tokens after a stop
+    string."""
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
         return "stop"
     return None if group.score else child.ended_as(group.sampling, eos)
@@ -135,13 +128,13 @@ def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: St
 class Sequence:
     """Tokens of one child and the KV computed for them.
 
-        tokens   p p p p p p o o o o o ?         p prompt, o output, ? the one that the next step draws
+        tokens   p p p p p p o o o o o ?         p prompt, o output, ? the token that the next step samples
                  └───── cached ────┘ └ to compute
         blocks   [ 0  ][ 1  ][ 2  ][             ceil(cached / block_size) blocks
 
     `cached` tokens have their KV in `blocks`; a sequence that decodes has exactly one token more than that. From the launch of
-    a step until its draws are read, that token is pending: it counts in `length`, and `pending_draw` says where it will be.
-    While the sequence runs it has a place in the `RunningTable`, where `table` repeats the device slots of `blocks`.
+    a step until it is read, that token is pending: it counts in `length`, and `pending_draw` is its number in the step. While
+    the sequence runs it has a place in the `RunningTable`, where `table` repeats the device slots of `blocks`.
     """
 
     __slots__ = (
@@ -178,48 +171,48 @@ class Sequence:
     )
 
     def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
-        """`partial`: what the child has, if that is not what its group says."""
+        """partial: tokens that the child has; None: those that its group says."""
         self.state = state
         self.index = index
         self.age = state.number, index
-        """sorts oldest first; children of a group stand together"""
+        """sorts oldest first; children of a group are adjacent"""
         self.num_prompt = len(state.group.prompt)
         self.length = self.num_prompt
-        """tokens it has, prompt and output, pending ones included"""
+        """tokens of prompt and output, pending ones included"""
         self.limit = self.num_prompt + state.group.sampling.max_tokens
         """the length that ends it"""
         self.given: np.ndarray | None = None
-        """[tokens] int32 to score; None: it draws"""
+        """[tokens] int32 to score; None: it samples"""
         self.num_next_samples = 1 if state.forked else len(state.fresh)
-        """tokens to draw once everything it has is cached: one for each fresh child where the group forks"""
+        """tokens to sample once all its tokens are cached: at the fork one for each fresh child"""
         self.last_token = int(state.group.prompt[-1])
         """the newest token that is known"""
         self.pending = 0
-        """tokens whose draws are not read yet"""
+        """tokens that are sampled and not read yet"""
         self.pending_draw: int | None = None
-        """which draw of the step in flight the newest token is; None: it is known"""
+        """number of the newest token among the draws of the step in flight; None: it is known"""
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.raw_logprobs: list[float] = []
         self.spans: list[tuple[int, int]] = []
         """(first output token, weight version)"""
         self.version: int | None = None
-        """of the last span"""
+        """weight version of the last span"""
         self._take_over(partial or state.resumed.get(index))
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
-        """most tokens that were ever cached: what lies below is computed a second time"""
+        """most tokens that were ever cached: tokens below are computed a second time"""
         self.started = self.running = False
-        """started: ran before"""
+        """started: it ran before"""
         self.held = False
-        """it waits because other clients go first: it would run"""
+        """it was stopped because other clients have priority"""
         self.ended = False
         """its sample was made"""
         self.num_output_at_start = 0
-        """tokens drawn when it last started to run"""
+        """tokens of output when it last started to run"""
         self.least_run = 0
-        """tokens to draw from there on before it is preempted, unless nothing else can make room"""
+        """tokens to sample from then on before it is preempted, unless nothing else frees memory"""
         self.offloads = self.mirrored = 0
         """mirrored: leading full blocks known to have a copy in host memory"""
         self.place: int | None = None
@@ -232,26 +225,26 @@ class Sequence:
         """Return what sorts sequences of one client where slots or KV are scarce: the first one starts first and is preempted
         last. By priority, then the one with the fewest tokens of output (least attained service, Kleinrock 1976), so that none
         starts late and runs alone at the end; then by age, where a turn is as old as its conversation."""
-        return -self.state.group.sampling.priority, len(self.output), *self.state.order, self.index
+        return -self.state.group.sampling.priority, len(self.output), *self.state.age, self.index
 
     @property
     def drew(self) -> bool:
-        """A token of it was drawn here."""
+        """Return whether a token of it was sampled here."""
         resumed = None if self.given is not None else self.state.resumed.get(self.index)
         return len(self.output) > (0 if resumed is None else len(resumed.token_ids))
 
     @property
     def ran(self) -> int:
-        """tokens drawn since it started to run"""
+        """Return the tokens sampled since it started to run."""
         return len(self.output) - self.num_output_at_start
 
     @property
     def uncached(self) -> int:
-        """tokens to compute before the next one can be drawn"""
+        """Return the tokens to compute before the next one can be sampled."""
         return self.length - self.cached
 
     def add_block(self, block: Block) -> None:
-        """Append a block that is on the device, to a running sequence."""
+        """Append a block that is on the device to a running sequence."""
         assert block.device is not None and self.table is not None
         self.table[len(self.blocks)] = block.device
         self.blocks.append(block)
@@ -282,11 +275,11 @@ class Sequence:
 
     @property
     def given_left(self) -> int:
-        """given tokens that are not scored and whose KV is of use: all but the last"""
+        """Return the given tokens that are not scored, without the last one, whose KV is not needed."""
         return 0 if self.given is None else len(self.given) - len(self.output) - 1
 
     def _take_over(self, partial: PartialSample | None) -> None:
-        """Start from the partial sample of the child, if it has one: its tokens are prefilled or scored, not sampled again."""
+        """Take over the tokens of a partial child, which are computed and not sampled again; or the tokens to score."""
         score = self.state.group.score
         self.tracked = TokenCounts.of(self.state.group.sampling, self.state.rules, self.state.stops, None if score else partial)
         if partial is not None and score:
@@ -303,8 +296,8 @@ class Sequence:
         self.last_token = self.output[-1]
 
     def fork(self) -> Iterator[Sequence]:
-        """Yield the other children of a sequence that has the whole prompt cached: fresh ones first, each part by index. They
-        hold its blocks; the caller counts."""
+        """Yield the other children of a sequence whose whole prompt is cached: fresh ones first, then partial ones. They hold
+        its blocks; the caller counts the owners."""
         for index in [*self.state.fresh[1:], *self.state.resumed]:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
@@ -313,14 +306,14 @@ class Sequence:
             yield child
 
     def expect(self, draw: int) -> None:
-        """Count the token that a launched step samples, as its draw number `draw`."""
+        """Count the pending token that a launched step samples as its draw number `draw`."""
         self.pending += 1
         self.length += 1
         self.pending_draw = draw
 
     def append(self, token: int, logprob: float, raw_logprob: float | None, version: int) -> None:
-        """Append the oldest pending token, now known, or the first one of a child that was just forked. `raw_logprob` is kept
-        if the group asks for it."""
+        """Append the oldest pending token, which is known now, or the first token of a child that was just forked.
+        `raw_logprob` is stored if the group asks for it."""
         if version != self.version:
             self.version = version
             self.spans.append((len(self.output), version))
@@ -337,7 +330,7 @@ class Sequence:
             self.pending_draw = None
 
     def chunk(self, first: int, count: int) -> TokenChunk:
-        """Return `count` of its tokens that are known, from output token `first` on."""
+        """Return `count` known tokens of its output, from token `first` on."""
         last = first + count
         raw = np.array(self.raw_logprobs[first:last], np.float32) if self.state.group.sampling.raw_logprobs else None
         return TokenChunk(
@@ -352,7 +345,7 @@ class Sequence:
         )
 
     def not_finite(self) -> str:
-        """Explain why nothing can be drawn where the largest logit that is left is no number."""
+        """Return the error text for logits that are not finite."""
         reason = f"the logits of token {len(self.output)} hold NaN or infinity: the weights or the KV are not finite"
         if self.state.eos and len(self.output) < self.state.group.sampling.min_tokens:
             reason += ", or min_tokens forbids every token that could be drawn"
@@ -376,8 +369,14 @@ class Sequence:
         )
 
 
-Row = tuple[Sequence, int, int, int, tuple[int, ...]]
-"""(sequence, start, count, samples, expected): a row of a plan and its sequence, kept by the scheduler; see `Plan`. `expected`:
-what its draws are expected to be, one after the other: all of them where tokens are given, all but the last where they are
-drafted. The row computes samples - 1 of these behind the tokens that it has. A bare tuple: one is made for each sequence in
-each step."""
+class Row(msgspec.Struct, gc=False):
+    """A row of a plan that is not committed, and its sequence; see `Plan`. A struct without garbage collection: one is made for
+    each sequence in each step."""
+
+    seq: Sequence
+    start: int
+    count: int
+    draws: int
+    expected: tuple[int, ...]
+    """expected tokens of its draws, in order: all of them where tokens are given, all but the last where they are drafted. The
+    row computes draws - 1 of these after the tokens that it has"""

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.kv.block import Block, BlockPool, OutOfBlocks
-from engine.kv.invariants import check
 from engine.kv.prefix import block_key, content_key
 from engine.kv.store import BlockStore
+from tests.support.invariants import check_store
 
 
 def full_block(store: BlockStore, *tokens: int) -> Block:
@@ -190,6 +190,6 @@ def test_check_finds_a_block_with_an_owner_too_many() -> None:
     """The negative control."""
     store = BlockStore(1, 0)
     block = store.new(version=0)
-    check(store, {block: 1}, {block: 1})
+    check_store(store, {block: 1}, {block: 1})
     with pytest.raises(AssertionError, match="owners"):
-        check(store, {block: 2}, {block: 1})
+        check_store(store, {block: 2}, {block: 1})

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.config import EngineConfig
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.counters import Counters
-from engine.scheduling.running import RunningTable
+from engine.scheduling.queue import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
 
@@ -17,11 +16,10 @@ class Setting:
     """Block tables over a small store, and sequences that run."""
 
     def __init__(self, device_blocks: int = 8) -> None:
-        config = EngineConfig(block_size=4, max_num_seqs=4)
         self.store = BlockStore(device_blocks, 0)
         self.running = RunningTable(4, device_blocks)
         self.counters = Counters()
-        self.tables = BlockTables(config, self.store, self.counters)
+        self.tables = BlockTables(4, self.store, self.counters)
 
     def sequence(self, *prompt: int, **sampling: int) -> Sequence:
         group = Group("g", np.array(prompt, np.int32), Sampling(**sampling))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import engine.scheduling.drafts as drafts
-import engine.scheduling.recording as recording
+import engine.scheduling.output as output
 import engine.scheduling.rows as planning
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.drafts import (
@@ -28,7 +29,6 @@ from engine.scheduling.drafts import (
 )
 from engine.scheduling.ngrams import LONGEST, NgramIndex
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import GroupState
 from tests.support.harness import Harness, random_schedule
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 
@@ -90,9 +90,8 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     for number in range(120):
         step(scheduler, 1 + number % 7)
-        state = scheduler.groups.get("g")
-        most = max(most, len(state.texts) if state is not None and state.texts is not None else 0)
-    assert 32 < most < 64 + 20 and scheduler.counters.drafted_tokens > 0
+        most = max([most, *map(len, scheduler.drafts.indexes.values())])
+    assert 32 < most < 64 + 20 and scheduler.state.counters.drafted_tokens > 0
 
 
 # ── when it pays ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +247,7 @@ def test_no_drafts(why: str, config: dict[str, Any], sampling: dict[str, Any]) -
     config.pop("n", None)
     scheduler = small_scheduler(32, **{"drafts": 3, "max_batch_tokens": 16, **config})
     submit(scheduler, "g", [*range(1, 9), 1, 2], max_tokens=40, **sampling)
-    while scheduler.counters.generated_tokens < 4:
+    while scheduler.state.counters.generated_tokens < 4:
         step(scheduler, 3)
     assert drafted(scheduler) == 0, why
 
@@ -268,21 +267,21 @@ def test_what_does_not_pay_is_not_drafted() -> None:
     """Steps take as long as they have tokens: a guess is never worth its time, once that is known."""
     h = Harness(512, 0, block_size=4, max_num_seqs=4, max_batch_tokens=64, drafts=6)
     clock = [0.0]
-    h.scheduler._clock = lambda: clock[0]
+    h.scheduler.state.clock = lambda: clock[0]
     h.submit("g", [1, 2, 3, 4, 5, 1, 2, 3], n=4, max_tokens=400, seed=1)
     early = 0
     for number in range(4 * PLAIN_EVERY):
         plan = h.scheduler.plan()
         h.move(plan.moves, None)
-        h.scheduler.moved()
-        for seq in h.scheduler.running:
+        h.scheduler.state.store.moved()
+        for seq in h.scheduler.state.running:
             h.oldest.setdefault(seq.state.group.id, 0)
         drawn = h.compute(plan)
         h.scheduler.launched(plan)
         clock[0] += plan.num_tokens
         h.take(h.scheduler.commit(plan, drawn))
-        early = h.scheduler.counters.drafted_tokens if number == PLAIN_EVERY else early
-    late = h.scheduler.counters.drafted_tokens - early
+        early = h.scheduler.state.counters.drafted_tokens if number == PLAIN_EVERY else early
+    late = h.scheduler.state.counters.drafted_tokens - early
     assert 0 < early and late < early, "it goes on drafting though that costs as much as it gives"
 
 
@@ -293,7 +292,7 @@ def test_blocks_of_a_draft_that_was_wrong_are_given_back() -> None:
         plan = launch(scheduler)
 
         commit(scheduler, plan, token)
-        (seq,) = scheduler.running
+        (seq,) = scheduler.state.running
         assert len(seq.blocks) == -(-seq.cached // 2)
 
 
@@ -322,9 +321,9 @@ def test_schedules_with_drafts_and_without() -> None:
     accepted = drafted = 0
     for seed in range(40):
         with_drafts, without = guessing(seed, 6), guessing(seed, 0)
-        accepted += with_drafts.scheduler.counters.accepted_tokens
-        drafted += with_drafts.scheduler.counters.drafted_tokens
-        assert not without.scheduler.counters.drafted_tokens
+        accepted += with_drafts.scheduler.state.counters.accepted_tokens
+        drafted += with_drafts.scheduler.state.counters.drafted_tokens
+        assert not without.scheduler.state.counters.drafted_tokens
         for key, sample in without.got.items():
             got = with_drafts.got[key]
             assert got.token_ids.tolist() == sample.token_ids.tolist() and got.logprobs.tolist() == sample.logprobs.tolist()
@@ -341,15 +340,11 @@ def test_schedules_with_drafts_long() -> None:
 
 def patch_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     """a draft is accepted without a look at what was drawn"""
-    take_run = recording._take_run
 
-    def trusting(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
-        guessed = list(tokens)
-        if seq.given is None:
-            guessed[run.start : run.start + len(expected)] = expected
-        return take_run(children, seq, expected, guessed, run, take)
+    def trusting(state: Any, row: Any, draws: Any, first: int) -> Any:
+        return append_run(state, row, draws, first, trusted=row.seq.given is None)
 
-    monkeypatch.setattr(recording, "_take_run", trusting)
+    monkeypatch.setattr(output, "_append_run", trusting)
 
 
 def patch_counter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,16 +363,10 @@ def patch_counter(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child goes on behind its stop token where a draft was right about it"""
 
-    def deaf(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
-        had, reason = len(seq.output), None
-        for at, number in enumerate(run):
-            reason = take(seq, number) or reason
-            if at == len(expected) or tokens[number] != expected[at]:
-                break
-        children.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
-        return reason
+    def deaf(state: Any, row: Any, draws: Any, first: int) -> Any:
+        return append_run(state, row, draws, first, deaf=True)
 
-    monkeypatch.setattr(recording, "_take_run", deaf)
+    monkeypatch.setattr(output, "_append_run", deaf)
 
 
 def patch_settle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,18 +397,20 @@ def patch_last(monkeypatch: pytest.MonkeyPatch) -> None:
             seq.limit = limit
 
     monkeypatch.setattr(Drafts, "_guess", beyond)
-    monkeypatch.setattr(recording, "_take_run", _behind_the_end)
+    patch_ended(monkeypatch)
 
 
-def _behind_the_end(children: Any, seq: Any, expected: Any, tokens: list[int], run: range, take: Any) -> Any:
-    """Append all that fits a draft, and only then look whether the child has ended."""
-    reasons = []
-    for at, number in enumerate(run):
-        reasons.append(take(seq, number))
-        if at == len(expected) or tokens[number] != expected[at]:
+def append_run(state: Any, row: Any, draws: Any, first: int, trusted: bool = False, deaf: bool = False) -> Any:
+    """`output._append_run` of the mutants. trusted: whatever was sampled counts as expected. deaf: no end stops it."""
+    seq, had, reason = row.seq, len(row.seq.output), None
+    for at in range(row.draws):
+        reason = output._append(state, seq, draws, first + at) or reason
+        wrong = at == len(row.expected) or (draws.tokens[first + at] != row.expected[at] and not trusted)
+        if wrong or (reason is not None and not deaf):
             break
-    children.tables.settle(seq, seq.cached + len(reasons) - 1)
-    return next(filter(None, reasons), None)
+    if reason != "error":
+        state.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
+    return reason
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -453,15 +444,19 @@ def test_groups_that_race_end_alike_with_drafts_and_without(monkeypatch: pytest.
 
 def test_the_random_schedules_draft() -> None:
     """Else they would show nothing."""
-    counted = [random_schedule(seed).scheduler.counters for seed in range(30)]
+    counted = [random_schedule(seed).scheduler.state.counters for seed in range(30)]
     assert sum(each.drafted_tokens for each in counted) > sum(each.accepted_tokens for each in counted) > 20
 
 
 def test_an_index_goes_with_its_group() -> None:
-    scheduler = small_scheduler(32, drafts=3, max_batch_tokens=16)
+    scheduler, indexes = small_scheduler(32, drafts=3, max_batch_tokens=16), 0
     submit(scheduler, "g", [*range(1, 9), 1, 2], n=2, max_tokens=6)
-    states: list[GroupState] = [*scheduler.groups.values()]
-    while scheduler.has_work:
+    while scheduler.state.has_work:
         step(scheduler, 3)
-    assert not scheduler.groups and states[0].texts is not None
-    assert not any(state.said for state in scheduler.groups.values())
+        indexes = max(indexes, len(scheduler.drafts.indexes))
+    assert indexes == 1 and not scheduler.state.groups
+    submit(scheduler, "h", [1, 2, 3], max_tokens=6)
+    while scheduler.state.has_work:
+        step(scheduler, 3)
+    gc.collect()
+    assert [state.group.id for state in scheduler.drafts.indexes] in ([], ["h"])

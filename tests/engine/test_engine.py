@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import VERSIONS, free_memory
 from engine.types import Group, Limits, Sampling
+from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import ToyModel, engine, expected, group, run
 
@@ -50,7 +51,7 @@ def test_fork_saves_the_work() -> None:
     assert status["kv"]["device_used"] <= 2048 // 32 + 2 * 64
     assert status["fork_saved_tokens"] == 63 * 2048
     assert status["fork_shared_blocks"] == 63 * 2048 // 32
-    e.check()
+    check(e.scheduler)
 
 
 def test_n_first_tokens_differ() -> None:
@@ -79,13 +80,13 @@ def test_what_is_computed_again_is_computed_once_for_a_group(kept: bool) -> None
     e.submit(each)
     for _ in range(6):
         assert e.step() == []
-    own = sum(seq.cached for seq in e.scheduler.running) - 8 * 40
-    assert len(e.scheduler.running) == 8 and own > 8
+    own = sum(seq.cached for seq in e.scheduler.state.running) - 8 * 40
+    assert len(e.scheduler.state.running) == 8 and own > 8
     e.refresh({}, kv="recompute")
     samples = run(e)
     assert [samples["g", i].token_ids.tolist() for i in range(8)] == expected(each)
     assert e.counters.recomputed_tokens == 40 + own
-    assert e.scheduler.store.used == 0 and (len(e.scheduler.store.index) > 0) == kept
+    assert e.scheduler.state.store.used == 0 and (len(e.scheduler.state.store.index) > 0) == kept
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_abort_before_the_fork_names_every_child() -> None:
     e = engine()
     e.submit(group("g", [1, 2], n=3))
     assert [(s.index, len(s.token_ids)) for s in e.abort("g")] == [(0, 0), (1, 0), (2, 0)]
-    e.check()
+    check(e.scheduler)
 
 
 def test_a_failed_step_fails_its_groups_and_nothing_else() -> None:
@@ -141,7 +142,7 @@ def test_a_failed_step_fails_its_groups_and_nothing_else() -> None:
     samples = {}
     while e.has_work:
         samples |= {(s.group_id, s.index): s for s in e.step()}
-        e.check()
+        check(e.scheduler)
     assert len(samples) == 4
     samples |= run(e, [group("b", [4, 5, 6], n=4, max_tokens=9, ignore_eos=True)])
     assert {(s.finish_reason, s.error) for s in samples.values() if s.group_id == "a"} == {
@@ -159,7 +160,8 @@ def test_what_is_parked_is_copied_if_that_is_faster(copy: float, prefill: float,
     for i in range(4):
         e.submit(group(f"g{i}", range(1, 9), n=4, max_tokens=16, seed=i, ignore_eos=True))
     while e.has_work:
-        e.counters.copy_blocks_per_second, e.counters.prefill_tokens_per_second = copy, prefill  # as if measured
+        rates = e.scheduler.state.rates
+        rates.copy_blocks_per_second, rates.prefill_tokens_per_second = copy, prefill  # as if measured
         e.step()
     assert e.counters.offloads if pays else e.counters.soft_resets
     assert (e.counters.recomputed_tokens == 0) == pays
@@ -199,7 +201,7 @@ def test_nan_ends_its_child_only() -> None:
     e.submit(other)
     for _ in range(3):
         e.step()
-    child = next(seq for seq in e.scheduler.running if seq.state.group.id == "v" and seq.index == 1)
+    child = next(seq for seq in e.scheduler.state.running if seq.state.group.id == "v" and seq.index == 1)
     e.worker.kv.data[child.blocks[-1].device] = torch.nan
     samples = run(e)
     assert samples["v", 1].finish_reason == "error" and "NaN" in (samples["v", 1].error or "")
@@ -238,8 +240,8 @@ def test_a_client_that_has_all_slots_gives_some_up(kv_tokens: int) -> None:
     shares, ended = set(), []
     while len(ended) < 6:
         ended += e.step()
-        e.check()
-        shares.add((e.scheduler.running_table.of_client["first"], e.scheduler.running_table.of_client["second"]))
+        check(e.scheduler)
+        shares.add((e.scheduler.state.table.of_client["first"], e.scheduler.state.table.of_client["second"]))
     assert {sample.group_id for sample in ended} == {"short"} and e.counters.steps < 40
     assert (4, 4) in shares
     got = {("short", sample.index): sample.token_ids.tolist() for sample in ended}

@@ -105,7 +105,7 @@ def test_a_turn_over_kept_kv_is_the_same_as_one_whose_prompt_is_prefilled(gone: 
         if gone:
             engine.sleep()
             engine.wake()
-            assert all(block.device is None for block in engine.scheduler.children.kept.blocks)
+            assert all(block.device is None for block in engine.scheduler.state.pinned.blocks)
         if way == "old weights":
             engine.refresh({name: tensor * 1.01 for name, tensor in engine.model.module.named_parameters()})  # type: ignore[union-attr]
         turn = Group("two", history, Sampling(max_tokens=9, ignore_eos=True, seed=4), after=("one", 0))

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from engine.cpu.kernels import choose
 from engine.forward.adjust import NOT_ALLOWED, Adjust
 from engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
-from engine.scheduling.tracked import LogitRules, TokenCounts
+from engine.scheduling.stopping import LogitRules, TokenCounts
 from engine.types import Group, PartialSample, Sampling
 from tests.support.draws import CUTS, batch
 from tests.support.equivalence import assert_same

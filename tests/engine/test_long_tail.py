@@ -67,7 +67,7 @@ def stale_engine(indices: tuple[int, ...] | None, lag: int | None, cancelled: in
     engine = toy_engine(max_batch_tokens=32)
     engine.refresh({})
     engine.submit(msgspec.structs.replace(asked, indices=indices, partials=partials))
-    assert not engine.step() and not engine.scheduler.groups["g"].sequences[0].output, "in the middle of the prompt"
+    assert not engine.step() and not engine.scheduler.state.groups["g"].sequences[0].output, "in the middle of the prompt"
     if cancelled is not None:
         assert not engine.abort("g", cancelled)
     engine.refresh({})
@@ -436,7 +436,7 @@ def test_a_complete_child_that_need_not_be_cut_counts(least: int, ends: int) -> 
     scheduler, own, ended = small_scheduler(64), np.array([[5, 5, 6, 30]]), Samples()
     sampling = Sampling(n=4, max_tokens=30, finish_after=1, min_len_to_cut=least)
     scheduler.submit(Group("0", np.array([7, 8], np.int32), sampling), "", 1, frozenset({END}))
-    while scheduler.has_work:
+    while scheduler.state.has_work:
         plan = launch(scheduler)
         for sample in commit(scheduler, plan, script(scheduler, plan, own)):
             ended["0", sample.index] = sample
@@ -451,8 +451,8 @@ def test_cut_children_leave_nothing_behind(kv_tokens: int, overlap: bool) -> Non
     engine = toy_engine(kv_tokens=kv_tokens, overlap_steps=overlap)
     groups = [natural(finish_after=k) for k in (1, 3, 6)]
     run(engine, [msgspec.structs.replace(each, id=f"g{i}") for i, each in enumerate(groups)])
-    engine.scheduler.store.forget_cached()
-    assert not engine.scheduler.store.device.used
+    engine.scheduler.state.store.forget_cached()
+    assert not engine.scheduler.state.store.device.used
 
 
 class Clock:
@@ -465,7 +465,7 @@ class Clock:
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_deadline_ends_the_group(paused: bool) -> None:
     engine, clock = toy_engine(), Clock()
-    engine.scheduler._clock = engine.scheduler.children._clock = clock
+    engine.scheduler.state.clock = clock
     engine.submit(group("late", range(5, 9), n=2, max_tokens=50, ignore_eos=True, deadline_s=10))
     engine.submit(group("other", range(5, 9), n=1, max_tokens=12, ignore_eos=True, deadline_s=11))
     for _ in range(3):
@@ -488,7 +488,7 @@ def test_a_deadline_ends_the_group(paused: bool) -> None:
 
 def test_a_deadline_counts_for_a_group_that_has_not_started() -> None:
     engine, clock = toy_engine(), Clock()
-    engine.scheduler._clock = engine.scheduler.children._clock = clock
+    engine.scheduler.state.clock = clock
     engine.submit(group("g", [5, 6], n=3, deadline_s=1))
     clock.now += 2
     assert [(s.index, s.finish_reason, len(s.token_ids)) for s in engine.step()] == [(i, "deadline", 0) for i in range(3)]
@@ -497,12 +497,12 @@ def test_a_deadline_counts_for_a_group_that_has_not_started() -> None:
 def test_deadlines_of_groups_that_have_ended_are_forgotten() -> None:
     """A client that gives each group a year does not fill the memory; a deadline that still counts is kept."""
     engine, clock = toy_engine(), Clock()
-    engine.scheduler._clock = engine.scheduler.children._clock = clock
+    engine.scheduler.state.clock = clock
     engine.submit(group("late", range(5, 9), n=1, max_tokens=50, ignore_eos=True, deadline_s=10))
     for number in range(500):
         engine.submit(group(f"g{number}", [5, 6], n=1, max_tokens=1, deadline_s=3e7))
         engine.abort(f"g{number}")
-    assert len(engine.scheduler.children._deadlines) < 100
+    assert len(engine.scheduler.state.deadlines) < 100
     clock.now += 11
     assert [sample.finish_reason for sample in engine.step()] == ["deadline"]
 
@@ -531,7 +531,7 @@ def test_who_is_preempted_first() -> None:
     submit(scheduler, "low", [1, 2, 3], max_tokens=9, priority=-1)
     submit(scheduler, "high", [1, 2, 3], max_tokens=9)
     step(scheduler)
-    last = max(scheduler.running, key=lambda seq: seq.rank)
+    last = max(scheduler.state.running, key=lambda seq: seq.rank)
     assert last.state.group.id == "low", "although it is the older one"
 
 

@@ -71,7 +71,7 @@ def test_a_wrong_block_is_seen() -> None:
     each = prompts((40,), n=1)[0]
     engine.submit(each)
     engine.step()
-    sequence = engine.scheduler.running[0]
+    sequence = engine.scheduler.state.running[0]
     sequence.table[0] = sequence.blocks[1].device
     samples = {(s.group_id, s.index): s for _ in range(20) for s in engine.step()}
     sample = samples[each.id, 0]

@@ -67,7 +67,7 @@ def test_weights_that_sleep_dropped_must_come_first() -> None:
     made.wake()
     assert made.mode is Mode.WITHOUT_WEIGHTS and made.mode.rests
     made.refresh(weights_of(3))
-    assert made.mode is Mode.RUNNING and made.version == made.scheduler.version == 1
+    assert made.mode is Mode.RUNNING and made.version == made.scheduler.state.version == 1
 
 
 def test_torn_weights_stop_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from engine.types import Group, Sample
 from engine.weights.live import Weights, WeightsTorn
 from tests.support.equivalence import assert_same
 from tests.support.harness import random_schedule
+from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import ToyModel, expected, group, run
 from tests.support.toy import engine as toy_engine
@@ -129,8 +130,8 @@ def finish(e: Engine) -> list[Sample]:
     samples = []
     while e.has_work:
         samples += e.step()
-        e.check()
-    assert not e.pipeline.in_flight and not e.scheduler.store.used
+        check(e.scheduler)
+    assert not e.pipeline.in_flight and not e.scheduler.state.store.used
     return samples
 
 
@@ -138,7 +139,7 @@ def test_abort_with_a_step_in_flight() -> None:
     e = overlapped()
     assert not in_flight(e, group("gone", [1, 2], n=3, **ENDLESS), group("stays", [3], n=2, **ENDLESS))
     gone = e.abort("gone")
-    e.check()
+    check(e.scheduler)
     want = expected(group("gone", [1, 2], n=3, **ENDLESS))
     assert [sample.token_ids.tolist() for sample in gone] == [tokens[: len(gone[0].token_ids)] for tokens in want]
     assert len(gone[0].token_ids) >= 4
@@ -182,7 +183,7 @@ def test_what_stops_the_engine_lands_the_step_first(rest: str) -> None:
         assert not e.drain() and e.has_work
     if rest != "drain":
         assert not e.pipeline.in_flight and e.counters.generated_tokens == drawn + 5
-    e.check()
+    check(e.scheduler)
     got = {(sample.group_id, sample.index): sample for sample in finish(e)}
     for each in some:
         assert [got[each.id, i].token_ids.tolist() for i in range(each.sampling.n)] == expected(each)
@@ -399,9 +400,18 @@ def test_arrays_go_to_cuda_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -
     assert seen == ["pinned", {"non_blocking": True}]
 
 
-def never_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """who has a pending token is stopped"""
-    monkeypatch.setattr(Scheduler, "must_preempt", False)
+def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a sequence is stopped while a token of it is pending"""
+    stop_sequences = Scheduler._stop_sequences
+
+    def blind(self: Scheduler) -> bool:
+        in_flight, self.state.in_flight = self.state.in_flight, {}
+        try:
+            return stop_sequences(self)
+        finally:
+            self.state.in_flight = in_flight
+
+    monkeypatch.setattr(Scheduler, "_stop_sequences", blind)
 
 
 def takes_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +453,7 @@ def fills_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [never_preempts, takes_the_newest, forgets_who_ended, counts_from_zero, fills_what_is_pending],
+    [never_waits, takes_the_newest, forgets_who_ended, counts_from_zero, fills_what_is_pending],
     ids=lambda mutant: mutant.__doc__,
 )
 def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def parked_group() -> tuple[Engine, list[Any], Travels]:
         engine.submit(
             Group(name, prompt, Sampling(n=N, max_tokens=tokens, ignore_eos=True, seed=1, priority=int(name == "old")))
         )
-    state = engine.scheduler.groups["new"]
+    state = engine.scheduler.state.groups["new"]
     while not state.forked or any(seq.running for seq in state.sequences.values()):
         assert engine.has_work and not engine.step() and engine.counters.steps < 200
     return engine, list(state.sequences.values()), travels

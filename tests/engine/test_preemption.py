@@ -1,17 +1,13 @@
-"""Pressure by example: who is preempted when blocks run out, who gives way to another client, what leaves the device."""
+"""Preemption by example: who stops when blocks run out, who gives slots to another client, what leaves the device."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.counters import Counters
-from engine.scheduling.pinned import PinnedKV
-from engine.scheduling.preemption import Pressure
+from engine.scheduling.fairness import over_share
+from engine.scheduling.preemption import evict_idle, offload, preempt
 from engine.scheduling.sequence import GroupState, Sequence
+from engine.scheduling.state import SchedulerState
 from engine.types import Group, Sampling
 from tests.support.configs import engine_config
 
@@ -20,36 +16,31 @@ class Setting:
     """Blocks of 4 tokens; running sequences, each with 4 tokens cached in a block of its own, made oldest first."""
 
     def __init__(self, device_blocks: int, sequences: int, host_blocks: int = 0, clients: str = "", **config: int) -> None:
-        options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
-        self.store = BlockStore(device_blocks, host_blocks)
-        config, counters = engine_config(**options), Counters()
-        kept = PinnedKV(self.store, BlockTables(config, self.store, counters))
-        self.pressure = Pressure(config, self.store, counters, kept)
-        self.running = [self._sequence(number, clients[number : number + 1]) for number in range(sequences)]
+        options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, "max_num_seqs": 4, **config}
+        self.state = SchedulerState(engine_config(**options), device_blocks, host_blocks, 300, lambda: 0.0)  # type: ignore[arg-type]
+        self.store, self.running = self.state.store, self.state.running
+        for number in range(sequences):
+            self._run(number, clients[number : number + 1])
 
-    def _sequence(self, number: int, client: str) -> Sequence:
+    def _run(self, number: int, client: str) -> None:
         group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
         seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
-        seq.blocks, seq.cached, seq.running = [self.store.new(version=0)], 4, True
-        seq.least_run = self.pressure.config.advanced.min_run_tokens
-        return seq
+        seq.blocks, seq.cached = [self.store.new(version=0)], 4
+        self.state.table.enter(seq, self.state.config.advanced.min_run_tokens)
 
-    def stop(self, seq: Sequence) -> None:
-        """The sequence waits; its blocks are idle."""
-        for block in seq.blocks:
-            self.store.unpin(block)
+    def victims(self) -> list[Sequence]:
+        return preempt(self.state).stops
 
 
 def test_while_blocks_last_nobody_is_preempted() -> None:
     s = Setting(device_blocks=6, sequences=3)
-    assert not s.pressure.must_preempt(s.running) and s.pressure.victims(s.running) == []
+    assert preempt(s.state) == ([], 0)
 
 
 def test_the_youngest_group_is_preempted_first() -> None:
     """Three need a block each and one is free: preempting the youngest frees its block, and the other two can grow."""
     s = Setting(device_blocks=4, sequences=3)
-    assert s.pressure.must_preempt(s.running)
-    assert s.pressure.victims(s.running) == [s.running[2]]
+    assert s.victims() == [s.running[2]]
 
 
 def test_of_a_group_the_child_that_came_furthest_is_preempted_first() -> None:
@@ -58,44 +49,45 @@ def test_of_a_group_the_child_that_came_furthest_is_preempted_first() -> None:
     for seq, tokens in zip(s.running, (9, 2), strict=True):
         seq.state = s.running[0].state
         seq.output = [1] * tokens
-    assert s.pressure.victims(s.running) == [s.running[0]]
+    assert s.victims() == [s.running[0]]
 
 
 def test_the_oldest_group_is_never_preempted() -> None:
     s = Setting(device_blocks=1, sequences=1)
-    assert s.pressure.victims(s.running) == []
+    assert s.victims() == []
 
 
 def test_who_has_just_come_back_is_spared_if_others_can_go() -> None:
     s = Setting(device_blocks=4, sequences=3, min_run_tokens=8)
     s.running[1].output = [1] * 8
-    assert s.pressure.victims(s.running) == [s.running[1]]
+    assert s.victims() == [s.running[1]]
 
 
 def test_idle_blocks_leave_before_anybody_is_preempted() -> None:
     s = Setting(device_blocks=4, sequences=3, host_blocks=1)
-    waiting = s.running.pop()
-    s.stop(waiting)
-    assert s.pressure.victims(s.running) == []
+    waiting = s.running[-1]
+    s.state.stop(waiting)
+    stops, room = preempt(s.state)
+    assert not stops and evict_idle(s.state, room)
     assert waiting.blocks[0].device is None and waiting.blocks[0].host == 0, "offloaded"
 
 
 def test_a_client_with_more_than_its_share_gives_a_place_up() -> None:
     s = Setting(device_blocks=8, sequences=4, clients="aaab", max_num_seqs=4)
-    chosen = s.pressure.sequences_over_share("b", {"b": 1}, Counter(a=3, b=1), s.running)
+    chosen = over_share(s.state, "b", {"b": 1})
     assert chosen == [s.running[2]], "the last in rank of client a"
 
 
 def test_a_client_that_has_its_share_gets_no_more() -> None:
     s = Setting(device_blocks=8, sequences=4, clients="aabb", max_num_seqs=4)
-    assert s.pressure.sequences_over_share("b", {"b": 5}, Counter(a=2, b=2), s.running) == []
+    assert over_share(s.state, "b", {"b": 5}) == []
 
 
 def test_a_stopped_sequence_is_offloaded() -> None:
     s = Setting(device_blocks=2, sequences=1, host_blocks=1)
     (seq,) = s.running
-    s.stop(seq)
-    assert s.pressure.offload(seq)
+    s.state.stop(seq)
+    assert offload(s.state, seq)
     assert seq.blocks[0].host == 0 and s.store.device.free == 2 and seq.offloads == 1
 
 
@@ -104,12 +96,12 @@ def test_blocks_that_others_use_stay_on_the_device() -> None:
     (seq,) = s.running
     s.store.share(seq.blocks)
     s.store.pin(seq.blocks[0], full=True)
-    s.stop(seq)
-    assert s.pressure.offload(seq) and seq.blocks[0].device is not None
+    s.state.stop(seq)
+    assert offload(s.state, seq) and seq.blocks[0].device is not None
 
 
 def test_without_room_in_host_memory_nothing_is_offloaded() -> None:
     s = Setting(device_blocks=2, sequences=1, host_blocks=0)
     (seq,) = s.running
-    s.stop(seq)
-    assert not s.pressure.offload(seq) and seq.blocks[0].device is not None
+    s.state.stop(seq)
+    assert not offload(s.state, seq) and seq.blocks[0].device is not None

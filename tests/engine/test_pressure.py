@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from engine.scheduling.counters import Counters
-from engine.scheduling.fairness import LEVELS
+from engine.scheduling import admission
+from engine.scheduling.admission import COMPUTED_PER_SAMPLED
+from engine.scheduling.credit import LEVELS
 from engine.scheduling.plan import SampledTokens
-from engine.scheduling.preemption import COMPUTED_PER_DRAWN, Pressure
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sampling
 from tests.support.configs import engine_config
@@ -44,30 +44,30 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
     unless `foreground_s` is given."""
     config = {"foreground_s": 0.0, **options}
     size = config["block_size"]
-    counters, now, holds = Counters(), 0.0, 0
+    now, holds = 0.0, 0
     scheduler = Scheduler(
         engine_config(kv_tokens=1, **config),
         device_blocks=pool // size,
         host_blocks=host // size,
         max_blocks=pool // size,
-        counters=counters,
         clock=lambda: now,
     )
-    r = np.random.default_rng(0)
+    counters, r = scheduler.state.counters, np.random.default_rng(0)
     asks = sorted(enumerate(groups), key=lambda each: each[1].at, reverse=True)
-    while scheduler.groups or asks:
-        while asks and (asks[-1][1].at <= now or not scheduler.groups):
+    while scheduler.state.groups or asks:
+        while asks and (asks[-1][1].at <= now or not scheduler.state.groups):
             i, ask = asks.pop()
             now = max(now, ask.at)
             prompt = r.integers(1, 10**6, ask.prompt).astype(np.int32)
             scheduler.submit(Group(f"g{i}", prompt, Sampling(n=ask.n, max_tokens=ask.new)), ask.client, i, frozenset())
         counters.steps += 1
         assert counters.steps < most_steps, "no end in sight"
-        held = sum(seq.held for seq in scheduler.waiting)
+        held = sum(seq.held for seq in scheduler.state.waiting)
         plan = scheduler.plan()
-        holds += sum(seq.held for seq in scheduler.waiting) > held
-        scheduler.moved()
-        assert plan.num_rows or scheduler.running, "stuck"
+        assert plan is not None
+        holds += sum(seq.held for seq in scheduler.state.waiting) > held
+        scheduler.state.store.moved()
+        assert plan.num_rows or scheduler.state.running, "stuck"
         if not plan.num_rows:
             continue
         scheduler.launched(plan)
@@ -114,7 +114,7 @@ def random_run(seed: int, interactive: bool = False) -> None:
     arrivals = sum(ask.at > 0 for ask in groups) + len({ask.client for ask in groups})
     assert counted.holds <= (LEVELS + 1) * arrivals, f"seed {seed}: {counted.holds} times for {arrivals} arrivals"
     partial = size * sum(ask.n for ask in groups)  # a child's share of the prompt's last block is its own
-    again, most = counted.recomputed_tokens, COMPUTED_PER_DRAWN * counted.generated_tokens + partial + counted.holds * pool
+    again, most = counted.recomputed_tokens, COMPUTED_PER_SAMPLED * counted.generated_tokens + partial + counted.holds * pool
     assert again <= most, f"seed {seed}: {again} tokens computed again for {counted.generated_tokens}"
 
 
@@ -161,7 +161,7 @@ def two_clients() -> None:
     groups = [Ask(393, 1, 7, "b"), Ask(389, 8, 2, "a"), Ask(350, 8, 6, "b")]
     counters = run(groups, pool=736, block_size=8, max_num_seqs=2, max_batch_tokens=64)
     again, drawn = counters.recomputed_tokens, counters.generated_tokens
-    assert again <= COMPUTED_PER_DRAWN * drawn, f"{again} tokens computed again for {drawn}"
+    assert again <= COMPUTED_PER_SAMPLED * drawn, f"{again} tokens computed again for {drawn}"
 
 
 def test_clients_take_turns_by_group() -> None:
@@ -176,12 +176,12 @@ def test_host_memory_makes_room_at_once() -> None:
 
 def next_chunk_only(patch: pytest.MonkeyPatch) -> None:
     """a sequence returns when its next chunk fits"""
-    patch.setattr(Pressure, "_could_be_lost", lambda self, seq: False)
+    patch.setattr(admission, "could_be_lost", lambda state, seq: False)
 
 
 def turn_by_child(patch: pytest.MonkeyPatch) -> None:
     """clients take turns child by child where only one prompt fits"""
-    patch.setattr(Pressure, "first_alone", lambda self, seq, waiting: seq)
+    patch.setattr(admission, "first_alone", lambda state, seq: seq)
 
 
 MUTANTS = [next_chunk_only, turn_by_child]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from engine.kv.block import Block
-from engine.scheduling.running import RunningTable
+from engine.scheduling.queue import RunningTable
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
+from tests.support.invariants import check_table
 
 
 def sequence(number: int, blocks: list[int], client: str = "", eos: tuple[int, ...] = (0,), **sampling: float) -> Sequence:
@@ -64,7 +65,7 @@ def test_check_finds_a_block_that_the_table_does_not_name() -> None:
     """The negative control."""
     table = RunningTable(2, 4)
     table.enter(seq := sequence(0, [7]))
-    table.check()
+    check_table(table)
     seq.blocks.append(Block(9, 0))
     with pytest.raises(AssertionError, match="other blocks"):
-        table.check()
+        check_table(table)

@@ -15,19 +15,17 @@ import pytest
 
 import engine.kv.prefix
 import engine.scheduling.block_tables
-import engine.scheduling.pinned
+import engine.scheduling.conversation
 import engine.scheduling.rows
-import engine.scheduling.shared_prefix
 from engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
 from engine.kv.store import BlockStore
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.conversations import ConversationIndex, FinishedTurn, TurnId
-from engine.scheduling.groups import Groups
-from engine.scheduling.pinned import PinnedKV
-from engine.scheduling.running import RunningTable
+from engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
+from engine.scheduling.queue import RunningTable
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.stops import Stops
-from engine.scheduling.tracked import LogitRules, TokenCounts
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
 from engine.types import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
@@ -86,7 +84,7 @@ def test_mirrors_that_never_succeed_stop_nobody(fail: bool) -> None:
     for number in range(4):
         assert h.submit(f"g{number}", [number + 1] * 9, n=3, max_tokens=40, seed=number)
     h.finish()
-    assert (h.scheduler.counters.failed_moves > 0) == fail and (h.copied_blocks > 0 or fail)
+    assert (h.scheduler.state.counters.failed_moves > 0) == fail and (h.copied_blocks > 0 or fail)
 
 
 def test_a_schedule_that_fails_is_named(pool: ProcessPoolExecutor) -> None:
@@ -118,7 +116,7 @@ def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_key(monkeypatch: pytest.MonkeyPatch, name: str, key: Callable[..., bytes]) -> None:
-    for module in (engine.kv.prefix, engine.scheduling.shared_prefix, engine.scheduling.block_tables):
+    for module in (engine.kv.prefix, engine.scheduling.rows, engine.scheduling.block_tables):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, key)
 
@@ -268,31 +266,31 @@ def patch_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     """a group goes on although enough of its children have ended"""
-    monkeypatch.setattr(GroupState, "races", property(lambda self: self.group.sampling.finish_after is not None))
+    monkeypatch.setattr(GroupState, "first_k_pending", property(lambda self: self.group.sampling.finish_after is not None))
 
 
 def patch_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """a child that waits for its group to fork goes on, however old"""
-    end_stale = Groups._end_stale
+    end_stale = Scheduler._finish_stale
 
-    def of_sequences(self: Groups, state: GroupState, version: int) -> list[Sample]:
+    def of_sequences(self: Scheduler, state: GroupState) -> list[Sample]:
         waiting, state.resumed = state.resumed, {}
-        samples = end_stale(self, state, version)
+        samples = end_stale(self, state)
         state.resumed = waiting
         return samples
 
-    monkeypatch.setattr(Groups, "_end_stale", of_sequences)
+    monkeypatch.setattr(Scheduler, "_finish_stale", of_sequences)
 
 
 def patch_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """a complete child is cut however few tokens it has"""
-    end = Groups.end
+    end = SchedulerState.finish
 
-    def cut(self: Groups, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
+    def cut(self: SchedulerState, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
         done = reason in ("stop", "length") and seq.state.group.sampling.finish_after is not None
-        return end(self, seq, "cut" if done and not seq.state.races else reason, error)
+        return end(self, seq, "cut" if done and not seq.state.first_k_pending else reason, error)
 
-    monkeypatch.setattr(Groups, "end", cut)
+    monkeypatch.setattr(SchedulerState, "finish", cut)
 
 
 def patch_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +366,7 @@ def patch_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn takes kept KV over whose tokens are not its own"""
-    monkeypatch.setattr(engine.scheduling.pinned.np, "array_equal", lambda one, other: True)
+    monkeypatch.setattr(engine.scheduling.conversation.np, "array_equal", lambda one, other: True)
 
 
 def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.forward.batch import Batch
 from engine.forward.sampling import SamplingBatch, launch_draws
 from engine.types import Group, PartialSample, Sample, Sampling
+from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -135,7 +136,7 @@ def test_few_logits_are_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> N
         return batch
 
     monkeypatch.setattr(Batch, "build", seen)
-    monkeypatch.setattr(engine.scheduling.scheduler, "SCORED_AT_ONCE", 7)
+    monkeypatch.setattr(engine.scheduling.scheduler, "MAX_SCORES", 7)
     assert_scored(want, run(scoring, [to_score(each, want) for each in groups]))
     assert most == [7]
 
@@ -188,7 +189,7 @@ def test_an_abort_gives_back_what_was_scored() -> None:
     engine.step()
     (sample,) = engine.abort("g")
     assert sample.finish_reason == "aborted" and len(sample.logprobs) == len(sample.token_ids) == 55
-    engine.check()
+    check(engine.scheduler)
 
 
 @pytest.mark.parametrize(
@@ -207,4 +208,4 @@ def test_what_is_refused(change: dict[str, Any], why: str) -> None:
         change = {**change, "partials": asked.partials[:1]}
     with pytest.raises(ValueError, match=why):
         engine.submit(msgspec.structs.replace(asked, **change))
-    assert not engine.scheduler.groups and not engine.has_work
+    assert not engine.scheduler.state.groups and not engine.has_work

@@ -6,8 +6,8 @@ import numpy as np
 
 from engine.kv.block import Block
 from engine.kv.prefix import block_key, content_key
+from engine.scheduling.rows import computed_by_other, shared_prefixes
 from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.scheduling.shared_prefix import computed_by_other, shared_prefixes
 from engine.types import Group, Sampling
 
 
@@ -21,7 +21,7 @@ def family(prompt: int, children: int, own_blocks: bool = False) -> list[Row]:
         seq = Sequence(state, index)
         seq.blocks = [Block(100 * index + i, 0) for i in range(len(blocks))] if own_blocks else blocks.copy()
         seq.cached = prompt
-        rows.append((seq, prompt, 1, 1))
+        rows.append(Row(seq, prompt, 1, 1, ()))
     return rows
 
 
@@ -49,12 +49,12 @@ def test_equal_tokens_in_blocks_of_their_own_are_not_shared() -> None:
 
 def test_a_row_inside_the_prompt_shares_nothing() -> None:
     rows = family(10, 2)
-    assert shared_prefixes([(rows[0][0], 4, 4, 0), rows[1]], 4) == []
+    assert shared_prefixes([Row(rows[0].seq, 4, 4, 0, ()), rows[1]], 4) == []
 
 
 def test_a_prefix_that_another_row_of_the_step_computes_is_waited_for() -> None:
     planned: set[bytes] = set()
-    first, second = family(10, 1)[0][0], family(10, 1)[0][0]
+    first, second = family(10, 1)[0].seq, family(10, 1)[0].seq
     for seq in (first, second):
         seq.blocks, seq.cached = [], 0
     assert not computed_by_other(first, 10, planned, 4, version=0)

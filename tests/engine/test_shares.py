@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.scheduling.counters import Counters
-from engine.scheduling.fairness import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, Fairness, RoundRobin
+from engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, ClientCredit
+from engine.scheduling.fairness import RoundRobin
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GroupState, Sequence
 from engine.types import Group, Sampling
@@ -20,7 +20,7 @@ BUSY_S = 10.0
 """longer than any credit"""
 
 
-def busy(shares: Fairness, client: str) -> None:
+def busy(shares: ClientCredit, client: str) -> None:
     """The client has work, and has had it for long."""
     shares.arrived(client, now=0.0)
     shares.computed({client: 1}, seconds=BUSY_S, held=False)
@@ -28,13 +28,13 @@ def busy(shares: Fairness, client: str) -> None:
 
 # ── credit ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_new_client_has_full_credit() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     shares.arrived("a", now=0.0)
     assert shares.credits() == {"a": 2.0}
 
 
 def test_credit_is_spent_by_the_part_of_the_steps_tokens() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     shares.arrived("a", now=0.0)
     shares.arrived("b", now=0.0)
     shares.computed({"a": 3, "b": 1}, seconds=1.0, held=False)
@@ -42,7 +42,7 @@ def test_credit_is_spent_by_the_part_of_the_steps_tokens() -> None:
 
 
 def test_credit_comes_back_only_without_work() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     busy(shares, "a")
     shares.arrived("a", now=100.0)
     assert shares.credits() == {"a": 0.0}, "it had work all the time"
@@ -56,33 +56,33 @@ def test_credit_comes_back_only_without_work() -> None:
 
 
 def test_the_foreground_is_whoever_is_on_the_highest_level() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     busy(shares, "old")
     shares.arrived("new", now=20.0)
-    assert set(shares.foreground({"old", "new"})) == {"new"}
-    assert set(shares.foreground({"old"})) == {"old"}, "the new one has nothing that may be computed"
+    assert set(shares.priority({"old", "new"})) == {"new"}
+    assert set(shares.priority({"old"})) == {"old"}, "the new one has nothing that may be computed"
     busy(shares, "other")
-    assert set(shares.foreground({"old", "other"})) == {"old", "other"}, "nobody has credit"
+    assert set(shares.priority({"old", "other"})) == {"old", "other"}, "nobody has credit"
     shares.arrived("newer", now=20.0)
     shares.computed({"new": 1}, seconds=1.9 / LEVELS, held=True)
-    assert set(shares.foreground({"old", "new", "newer"})) == {"new", "newer"}, "the same level"
+    assert set(shares.priority({"old", "new", "newer"})) == {"new", "newer"}, "the same level"
 
 
 def test_off_nobody_goes_first() -> None:
-    shares = Fairness(0.0)
+    shares = ClientCredit(0.0)
     busy(shares, "old")
     shares.arrived("new", now=20.0)
-    assert set(shares.foreground({"old", "new"})) == {"old", "new"}
+    assert set(shares.priority({"old", "new"})) == {"old", "new"}
 
 
 def test_whoever_comes_others_are_held_back_for_a_bounded_time() -> None:
     """New clients without end, each with full credit: after RESERVE × most seconds, credit ends at once, and of each further
     second the others have half."""
-    shares, seconds = Fairness(2.0), {True: 0.0, False: 0.0}
+    shares, seconds = ClientCredit(2.0), {True: 0.0, False: 0.0}
     busy(shares, "old")
     for number in range(1000):
         shares.arrived(f"new{number}", now=20.0)
-        while "old" not in shares.foreground({"old", f"new{number}"}):
+        while "old" not in shares.priority({"old", f"new{number}"}):
             shares.computed({f"new{number}": 1}, seconds=0.1, held=True)
             seconds[True] += 0.1
         shares.computed({"old": 1, f"new{number}": 1}, seconds=0.1, held=False)
@@ -92,7 +92,7 @@ def test_whoever_comes_others_are_held_back_for_a_bounded_time() -> None:
 
 
 def test_idle_clients_are_forgotten() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     for number in range(2 * MOST_IDLE):
         shares.arrived(f"c{number}", now=0.0)
         shares.left(f"c{number}", now=0.0)
@@ -104,7 +104,7 @@ def test_idle_clients_are_forgotten() -> None:
 
 # ── short steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_steps_are_short_while_an_idle_client_may_come_back() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     busy(shares, "a")
     shares.computed({"a": 4000}, seconds=10.0, held=False)
     assert shares.most_tokens(1024, now=20.0) == 1024, "no other client is known"
@@ -117,7 +117,7 @@ def test_steps_are_short_while_an_idle_client_may_come_back() -> None:
 
 
 def test_steps_of_clients_that_all_keep_busy_are_long() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     busy(shares, "a")
     busy(shares, "b")
     shares.computed({"a": 4000}, seconds=10.0, held=False)
@@ -125,7 +125,7 @@ def test_steps_of_clients_that_all_keep_busy_are_long() -> None:
 
 
 def test_a_short_step_has_a_least_size() -> None:
-    shares = Fairness(2.0)
+    shares = ClientCredit(2.0)
     busy(shares, "a")
     shares.arrived("b", now=0.0)
     shares.computed({"a": 512}, seconds=1000.0, held=False)
@@ -155,21 +155,21 @@ def keep_busy(h: Harness, groups: int = 4) -> None:
     """A client with more than fits, until it has no credit."""
     for number in range(groups):
         assert h.submit(f"many{number}", [7 + number] * 40, "many", n=8, max_tokens=150, seed=number)
-    while h.scheduler.shares.credits()["many"]:
+    while h.scheduler.state.credit.credits()["many"]:
         h.step()
         h.check()
 
 
 def answer(h: Harness, number: int = 0) -> int:
     """A client that was idle comes with a small group. Returns the steps until that is done."""
-    before = h.scheduler.counters.generated_tokens
+    before = h.scheduler.state.counters.generated_tokens
     assert h.submit(f"few{number}", [3, number + 5, 4], "few", n=2, max_tokens=8, seed=number)
     for step in range(1, 2000):
         h.step()
         h.check()
-        if f"few{number}" not in h.scheduler.groups and not (h.flight and h.overlap):
+        if f"few{number}" not in h.scheduler.state.groups and not (h.flight and h.overlap):
             return step
-    raise AssertionError(f"few is not done after {h.scheduler.counters.generated_tokens - before} tokens")
+    raise AssertionError(f"few is not done after {h.scheduler.state.counters.generated_tokens - before} tokens")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -221,12 +221,12 @@ def test_while_there_is_room_those_held_back_lose_nothing() -> None:
     """KV stays on the device, nothing is computed again, and they go on as they were."""
     h = harness(device_blocks=600, host_blocks=0)
     keep_busy(h, groups=1)
-    ran = {seq.age for seq in h.scheduler.running}
+    ran = {seq.age for seq in h.scheduler.state.running}
     answer(h)
-    while any(seq.held for seq in h.scheduler.waiting):
+    while any(seq.held for seq in h.scheduler.state.waiting):
         h.step()
-    assert h.scheduler.counters.recomputed_tokens == h.scheduler.counters.soft_resets == 0
-    assert ran == {seq.age for seq in h.scheduler.running}
+    assert h.scheduler.state.counters.recomputed_tokens == h.scheduler.state.counters.soft_resets == 0
+    assert ran == {seq.age for seq in h.scheduler.state.running}
 
 
 def test_two_clients_that_keep_busy_are_computed_side_by_side() -> None:
@@ -234,11 +234,11 @@ def test_two_clients_that_keep_busy_are_computed_side_by_side() -> None:
     h = harness(device_blocks=600)
     for client in ("a", "b"):
         assert h.submit(client, [7], client, n=4, max_tokens=150, seed=1)
-    while any(h.scheduler.shares.credits().values()):
+    while any(h.scheduler.state.credit.credits().values()):
         h.step()
     began = h.now
-    while len(h.scheduler.groups) == 2:
-        assert set(h.scheduler.running_table.of_client) == {"a", "b"} and not h.scheduler.admission.holding
+    while len(h.scheduler.state.groups) == 2:
+        assert set(h.scheduler.state.table.of_client) == {"a", "b"} and not h.scheduler.state.others_wait
         h.step()
     assert h.now > began
 
@@ -248,25 +248,25 @@ def test_a_client_that_always_comes_back_leaves_others_their_time() -> None:
     for pause, least in ((0.0, 0.5), (0.1, 0.2)):
         h = harness(device_blocks=600, max_num_seqs=16)
         keep_busy(h)
-        drawn, few, number, began = h.scheduler.counters.generated_tokens, 0, 0, h.now
-        while h.now < began + 60 and any(id.startswith("many") for id in h.scheduler.groups):
-            if not any(id.startswith("few") for id in h.scheduler.groups):
+        drawn, few, number, began = h.scheduler.state.counters.generated_tokens, 0, 0, h.now
+        while h.now < began + 60 and any(id.startswith("many") for id in h.scheduler.state.groups):
+            if not any(id.startswith("few") for id in h.scheduler.state.groups):
                 h.now += pause
                 number += 1
                 assert h.submit(f"few{number}", [3, number % 90 + 5], "few", n=2, max_tokens=8, seed=number)
             h.step()
         few = sum(len(s.token_ids) for s in h.got.values() if s.group_id.startswith("few"))
-        all_drawn = h.scheduler.counters.generated_tokens - drawn
+        all_drawn = h.scheduler.state.counters.generated_tokens - drawn
         assert all_drawn - few >= least * all_drawn, f"{few} of {all_drawn} tokens for the client that came back"
 
 
 def test_draining_a_client_that_may_not_begin_holds_nobody_back() -> None:
     h = harness()
     keep_busy(h, groups=1)
-    h.scheduler.admitting = False
+    h.scheduler.state.admitting = False
     h.submit("few", [3], "few", n=1, max_tokens=4)
     h.step()
-    assert set(h.scheduler.running_table.of_client) == {"many"}
+    assert set(h.scheduler.state.table.of_client) == {"many"}
 
 
 def short_scheduler(device_blocks: int = 4000) -> tuple[Scheduler, list[float]]:
@@ -274,7 +274,7 @@ def short_scheduler(device_blocks: int = 4000) -> tuple[Scheduler, list[float]]:
     now = [0.0]
     config = EngineConfig(kv_tokens=1, block_size=4, max_batch_tokens=256, max_num_seqs=128)
     options = {"device_blocks": device_blocks, "host_blocks": 0, "max_blocks": 400}
-    return Scheduler(config, counters=Counters(), clock=lambda: now[0], **options), now
+    return Scheduler(config, clock=lambda: now[0], **options), now
 
 
 def timed_step(scheduler: Scheduler, now: list[float]) -> list[PlanRow]:
@@ -291,11 +291,11 @@ def test_only_the_blocks_that_are_needed_leave() -> None:
     submit(scheduler, "many", range(1, 121), "many", max_tokens=100)
     for _ in range(90):
         timed_step(scheduler, now)
-    assert scheduler.shares.credits() == {"many": 0.0} and scheduler.store.available == 2
+    assert scheduler.state.credit.credits() == {"many": 0.0} and scheduler.state.store.available == 2
     submit(scheduler, "few", range(200, 216), "few", max_tokens=8)
-    while scheduler.groups:
+    while scheduler.state.groups:
         timed_step(scheduler, now)
-    assert 0 < scheduler.counters.recomputed_tokens <= 24
+    assert 0 < scheduler.state.counters.recomputed_tokens <= 24
 
 
 def test_chunks_are_short_beside_a_client_that_may_come_back() -> None:
@@ -305,7 +305,7 @@ def test_chunks_are_short_beside_a_client_that_may_come_back() -> None:
     assert [row.count for row in timed_step(scheduler, now)] == [256]
     submit(scheduler, "b", [5], "b", max_tokens=1)
     timed_step(scheduler, now)
-    assert "b" not in scheduler.groups
+    assert "b" not in scheduler.state.groups
     assert [row.count for row in timed_step(scheduler, now)] == [SHORT_STEP_TOKENS]
     now[0] += EXPECTED_S
     assert [row.count for row in timed_step(scheduler, now)] == [256]
@@ -317,15 +317,15 @@ def test_decode_takes_turns_in_short_steps() -> None:
     submit(scheduler, "b", [5], "b", max_tokens=100, n=1)
     for _ in range(80):
         timed_step(scheduler, now)
-    scheduler.abort("b")
+    scheduler.state.abort("b")
     for number in range(100):
         submit(scheduler, f"a{number}", [5, number + 1], "a", max_tokens=100)
-    while scheduler.waiting:
+    while scheduler.state.waiting:
         assert sum(row.count for row in timed_step(scheduler, now)) <= SHORT_STEP_TOKENS
-    drawn = [len(seq.output) for seq in scheduler.running]
+    drawn = [len(seq.output) for seq in scheduler.state.running]
     for _ in range(4):
         assert len(timed_step(scheduler, now)) == SHORT_STEP_TOKENS
-    more = [len(seq.output) - before for seq, before in zip(scheduler.running, drawn, strict=True)]
+    more = [len(seq.output) - before for seq, before in zip(scheduler.state.running, drawn, strict=True)]
     assert set(more) == {1, 2} and sum(more) == 4 * SHORT_STEP_TOKENS
 
 
@@ -334,7 +334,7 @@ def test_forks_in_short_steps_take_turns() -> None:
     submit(scheduler, "b", [5], "b", max_tokens=100)
     for _ in range(80):
         timed_step(scheduler, now)
-    scheduler.abort("b")
+    scheduler.state.abort("b")
     for number in range(3):
         submit(scheduler, f"a{number}", [5, number + 1], "a", n=40, max_tokens=100)
     assert [row.samples for row in timed_step(scheduler, now)] == [40]

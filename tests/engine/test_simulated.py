@@ -41,7 +41,7 @@ def test_children_get_as_long_as_they_must_on_the_engine_and_simulated(monkeypat
             samples += engine.step()
         assert {(int(s.group_id), s.index): len(s.token_ids) for s in samples} == dict(np.ndenumerate(WORK.lengths))
         assert all(sample.finish_reason == "stop" or len(sample.token_ids) == 40 for sample in samples)
-        simulated = simulate(WORK, engine.config, COSTS, pool, engine.scheduler.store.host.size)
+        simulated = simulate(WORK, engine.config, COSTS, pool, engine.scheduler.state.store.host.size)
         assert (simulated.steps, len(simulated.seconds)) == (engine.counters.steps, 24)
         assert bool(simulated.offloads) == (pool == 20)
 

@@ -13,6 +13,7 @@ from engine.memory import HostMemory
 from engine.types import Mode
 from engine.weights.staging import source_of
 from engine.weights.tensors import InvalidWeights, describe, with_digest
+from tests.support.invariants import check
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
@@ -113,7 +114,7 @@ def test_a_copy_that_fails_on_the_way_to_bed() -> None:
     engine.worker.kv.move = broken  # type: ignore[method-assign]
     engine.sleep()
     engine.worker.kv.move = move  # type: ignore[method-assign]
-    engine.check()
+    check(engine.scheduler)
     engine.wake()
     got = run(engine)
     assert all(got[key].logprobs.tobytes() == sample.logprobs.tobytes() for key, sample in want.items())

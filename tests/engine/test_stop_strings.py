@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduling.stops import LETTERS, NoVocabulary, Stops, Vocabulary
+from engine.scheduling.stopping import LETTERS, NoVocabulary, Stops, Vocabulary
 from engine.types import Group, PartialSample, Sample, Sampling
 from rollout.client.api import RolloutClient
 from tests.support.equivalence import assert_same

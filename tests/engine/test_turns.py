@@ -11,8 +11,8 @@ import pytest
 
 from engine.kv.block import Block
 from engine.kv.versions import KVVersions
-from engine.scheduling.conversations import ConversationIndex, digest
-from engine.scheduling.pinned import KEPT_SHARE
+from engine.scheduling.conversation import MAX_PINNED_RATIO, ConversationIndex, digest
+from engine.scheduling.preemption import evict_idle
 from engine.types import Group, Limits, Sampling
 from tests.support.harness import VOCAB, Harness
 
@@ -27,17 +27,17 @@ def harness(device_blocks: int = 64, host_blocks: int = 0, **options: Any) -> Ha
 
 def run(h: Harness, id: str, prompt: list[int], refresh_at: int | None = None, kv: str = "keep", **options: Any) -> int:
     """Run a group to its end, with a refresh before step `refresh_at`. Returns how many tokens were prefilled for it."""
-    before = h.scheduler.counters.prefill_tokens
+    before = h.scheduler.state.counters.prefill_tokens
     assert h.submit(id, prompt, **{"max_tokens": 100, "seed": 1, "ignore_eos": True, **options})
     for number in range(1000):
-        if id not in h.scheduler.groups:
+        if id not in h.scheduler.state.groups:
             break
         if number == refresh_at:
             h.refresh(kv)
         h.step()
         h.check()
     assert (id, 0) in h.got
-    return h.scheduler.counters.prefill_tokens - before
+    return h.scheduler.state.counters.prefill_tokens - before
 
 
 def next_turn(h: Harness, hint: bool = True, **options: Any) -> int:
@@ -82,7 +82,7 @@ def test_kv_that_a_refresh_wants_computed_again_is_not_taken_over(kv: str, kv_tt
     h = harness()
     run(h, "one", PROMPT, kv_ttl_s=kv_ttl_s)
     h.refresh(kv)
-    assert len(h.scheduler.children.kept) == 0 and next_turn(h) == 230
+    assert len(h.scheduler.state.pinned) == 0 and next_turn(h) == 230
     h.finish()
 
 
@@ -93,7 +93,7 @@ def test_somebody_elses_turn_is_one_that_does_not_exist(after: tuple[str, int]) 
     run(h, "one", PROMPT, client="a", kv_ttl_s=60.0)
     h.refresh("keep")
     assert run(h, "two", [*h.history(("one", 0)), *TOOL], client="b", after=after, max_tokens=4) == 230
-    assert len(h.scheduler.children.kept) == 1, "and it is not superseded"
+    assert len(h.scheduler.state.pinned) == 1, "and it is not superseded"
     h.finish()
 
 
@@ -105,7 +105,7 @@ def test_a_turn_reads_only_its_own_conversation() -> None:
     run(h, "one", PROMPT)
     h.refresh("keep")
     assert next_turn(h) == 38
-    h.scheduler.store.forget_cached()
+    h.scheduler.state.store.forget_cached()
     run(h, "third", PROMPT, seed=2)
     h.refresh("keep")
     assert run(h, "four", [*h.history(("one", 0)), *TOOL], after=("one", 0), max_tokens=4) == 230
@@ -118,7 +118,7 @@ def test_another_history_takes_over_what_is_the_same() -> None:
     history = h.history(("one", 0))
     history[150] = (history[150] + 1) % VOCAB
     assert run(h, "two", [*history, *TOOL], after=("one", 0), max_tokens=4) == 230 - 144
-    assert len(h.scheduler.children.kept) == 0
+    assert len(h.scheduler.state.pinned) == 0
     h.finish()
 
 
@@ -146,7 +146,7 @@ def test_a_refresh_in_the_middle_of_the_prefill_spares_what_was_there() -> None:
 def test_branches_behind_a_tool() -> None:
     h = harness()
     run(h, "one", PROMPT, kv_ttl_s=60.0, n=3)
-    assert len(h.scheduler.children.kept) == 3
+    assert len(h.scheduler.state.pinned) == 3
     assert next_turn(h, n=4, kv_ttl_s=60.0) == 31
     assert run(h, "three", [*h.history(("two", 2)), *TOOL], after=("two", 2), max_tokens=4) == 31
     assert next_turn_again(h) == 38, "a turn that is superseded is not kept, but found"
@@ -162,17 +162,17 @@ def test_kept_kv_ends_with_its_time_or_with_its_client() -> None:
     h = harness()
     for id, kv_ttl_s in (("one", 50.0), ("two", 10.0), ("three", 50.0)):
         run(h, id, [*PROMPT, len(id)], kv_ttl_s=kv_ttl_s)
-    used = h.scheduler.store.used
+    used = h.scheduler.state.store.used
     h.now += 20.0
     assert h.scheduler.overdue
     h.step()
-    assert [seq.state.group.id for seq in h.scheduler.children.kept] == ["one", "three"] and not h.scheduler.overdue
-    h.scheduler.abort("one")
-    h.scheduler.abort("three", 1)
-    assert [seq.state.group.id for seq in h.scheduler.children.kept] == ["three"], "an index that it does not have"
-    h.scheduler.abort("three", 0)
+    assert [seq.state.group.id for seq in h.scheduler.state.pinned] == ["one", "three"] and not h.scheduler.overdue
+    h.scheduler.state.abort("one")
+    h.scheduler.state.abort("three", 1)
+    assert [seq.state.group.id for seq in h.scheduler.state.pinned] == ["three"], "an index that it does not have"
+    h.scheduler.state.abort("three", 0)
     h.check()
-    assert used and h.scheduler.store.used == 0 and h.scheduler.store.available == 64
+    assert used and h.scheduler.state.store.used == 0 and h.scheduler.state.store.available == 64
     h.finish()
 
 
@@ -181,8 +181,8 @@ def test_a_child_that_was_aborted_is_not_kept() -> None:
     assert h.submit("one", PROMPT, max_tokens=100, ignore_eos=True, kv_ttl_s=60.0)
     for _ in range(10):
         h.step()
-    h.take(h.scheduler.abort("one"))
-    assert len(h.scheduler.children.kept) == 0 and h.scheduler.store.used == 0
+    h.take(h.scheduler.state.abort("one"))
+    assert len(h.scheduler.state.pinned) == 0 and h.scheduler.state.store.used == 0
 
 
 def test_kept_kv_leaves_for_host_memory_first_and_is_dropped_last() -> None:
@@ -190,15 +190,14 @@ def test_kept_kv_leaves_for_host_memory_first_and_is_dropped_last() -> None:
     h = harness(device_blocks=32, host_blocks=16)
     run(h, "one", PROMPT, kv_ttl_s=1e3)
     run(h, "cached", [90, *PROMPT])
-    blocks = [block for seq in h.scheduler.children.kept for block in seq.blocks]
+    blocks = [block for seq in h.scheduler.state.pinned for block in seq.blocks]
     assert len(blocks) == 13 and all(block.host is None for block in blocks)
-    pressure = h.scheduler.admission.pressure
-    h.scheduler.store.begin()
-    assert pressure.reclaim_idle(32)
-    h.move(h.scheduler.store.moves, None)
-    h.scheduler.moved()
+    h.scheduler.state.store.begin()
+    assert evict_idle(h.scheduler.state, 32)
+    h.move(h.scheduler.state.store.moves, None)
+    h.scheduler.state.store.moved()
     assert all(block.device is None and block.host is not None for block in blocks)
-    assert len(h.scheduler.children.kept) == 1 and next_turn(h, kv_ttl_s=1e3) == 31
+    assert len(h.scheduler.state.pinned) == 1 and next_turn(h, kv_ttl_s=1e3) == 31
     h.finish()
 
 
@@ -210,21 +209,21 @@ def test_kv_of_a_sequence_that_waits_is_dropped_before_kept_kv() -> None:
         assert h.submit("waits", PROMPT[::-1], max_tokens=20, seed=3, ignore_eos=True)
         for _ in range(5):
             h.step()
-        (seq,) = h.scheduler.running
-        h.scheduler.store.begin()
-        h.scheduler.admission.stop(seq)
-        assert h.scheduler.admission.pressure.reclaim_idle(need)
-        assert len(h.scheduler.children.kept) == kept and any(block.lost for block in seq.blocks)
-        h.scheduler.moved()
+        (seq,) = h.scheduler.state.running
+        h.scheduler.state.store.begin()
+        h.scheduler.state.stop(seq)
+        assert evict_idle(h.scheduler.state, need)
+        assert len(h.scheduler.state.pinned) == kept and any(block.lost for block in seq.blocks)
+        h.scheduler.state.store.moved()
         h.finish()
 
 
 def test_where_nothing_else_gives_way_kept_kv_does() -> None:
     h = harness(device_blocks=20)
     run(h, "one", PROMPT, kv_ttl_s=1e3, max_tokens=20)
-    assert len(h.scheduler.children.kept) == 1
+    assert len(h.scheduler.state.pinned) == 1
     run(h, "two", [*PROMPT[::-1], *PROMPT], max_tokens=60)
-    assert len(h.scheduler.children.kept) == 0
+    assert len(h.scheduler.state.pinned) == 0
     h.finish()
 
 
@@ -233,8 +232,8 @@ def test_what_is_kept_is_bounded_and_the_greedy_give_way() -> None:
     run(h, "modest", [1, *PROMPT], client="a", max_tokens=2, kv_ttl_s=1e3)
     for number in range(8):
         run(h, f"greedy{number}", [2 + number, *PROMPT], client="b", max_tokens=2, kv_ttl_s=1e3)
-        assert len(h.scheduler.children.kept.blocks) <= KEPT_SHARE * 64
-    assert [seq.state.group.id for seq in h.scheduler.children.kept] == ["modest", "greedy5", "greedy6", "greedy7"]
+        assert len(h.scheduler.state.pinned.blocks) <= MAX_PINNED_RATIO * 64
+    assert [seq.state.group.id for seq in h.scheduler.state.pinned] == ["modest", "greedy5", "greedy6", "greedy7"]
     h.finish()
 
 
@@ -278,7 +277,7 @@ def ended(id: str, index: int, since: int, tokens: int = 40, version: int = 3) -
     group = SimpleNamespace(id=id)
     blocks = [SimpleNamespace(versions=((0, version),)) for _ in range(0, tokens, SIZE)]
     return SimpleNamespace(
-        state=SimpleNamespace(client="c", order=(since, since), group=group),
+        state=SimpleNamespace(client="c", age=(since, since), group=group),
         index=index,
         num_prompt=tokens,
         output=[1],
@@ -293,7 +292,7 @@ def continuing(after: tuple[str, int], tokens: int = 60) -> Group:
 
 
 def test_the_newest_turns_are_remembered_and_of_a_name_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.conversations.MOST_TURNS", 8)
+    monkeypatch.setattr("engine.scheduling.conversation.MAX_TURNS", 8)
     turns, since = ConversationIndex(SIZE), dict[tuple[str, int], list[int]]()
     for number in range(50):
         id, index = f"{number * 7 % 5}", number % 3  # names come again

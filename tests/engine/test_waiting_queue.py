@@ -49,7 +49,7 @@ def test_the_oldest_group_goes_first() -> None:
     assert order(queue_of(sequence(2), sequence(1))) == ["g1", "g2"]
 
 
-def test_who_has_begun_goes_before_new_prompts() -> None:
+def test_who_has_started_goes_before_new_prompts() -> None:
     assert order(queue_of(sequence(1), sequence(2, started=True))) == ["g2", "g1"]
 
 
@@ -67,7 +67,7 @@ def test_the_client_that_runs_least_goes_first() -> None:
     assert order(queue_of(sequence(1, "busy"), sequence(2, "idle")), Counter(busy=2)) == ["g2", "g1"]
 
 
-def test_draining_looks_only_at_those_that_have_begun() -> None:
+def test_draining_looks_only_at_those_that_have_started() -> None:
     queue = queue_of(sequence(1))
     assert queue.next(Counter(), started=True) is None
     queue.put(running := sequence(2, started=True))

@@ -19,6 +19,7 @@ from engine.weights.live import Weights, WeightsTorn
 from engine.weights.staging import Staging, source_of
 from engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
 from tests.support.broken_commit import PLACES, Failing, fail_commit
+from tests.support.invariants import check
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 from tests.support.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
@@ -429,7 +430,7 @@ def watermark_run(engine: Engine, refreshes: int, tokens: int, kv: str = "keep")
     samples: list[Sample] = []
     made = done = version = 0
     while done < refreshes or engine.counters.generated_tokens < tokens:
-        while len(engine.scheduler.groups) < 4:
+        while len(engine.scheduler.state.groups) < 4:
             engine.submit(group(f"g{made}", [1, 2, 3], n=4, max_tokens=r.choice([5, 50, 300]), ignore_eos=True))
             made += 1
         version += r.choice([1, 1, 3])
@@ -442,7 +443,7 @@ def watermark_run(engine: Engine, refreshes: int, tokens: int, kv: str = "keep")
         done += 1
         for _ in range(r.choice([1, 5, tokens // refreshes // 8])):
             samples += engine.step()
-    for name in list(engine.scheduler.groups):
+    for name in list(engine.scheduler.state.groups):
         samples += engine.abort(name)
     while engine.has_work:
         samples += engine.step()
@@ -458,7 +459,7 @@ def test_good_refreshes_over_running_samples(kv: str, overlap: bool) -> None:
     assert len(samples) == 4 * groups
     assert any(len(sample.weight_versions) > 2 for sample in samples) == (kv != "abort")
     assert engine.weights.live_digest() == engine.weights.digest
-    engine.check()
+    check(engine.scheduler)
 
 
 @pytest.mark.long
@@ -482,7 +483,7 @@ def test_the_version_before_the_weights_shows(monkeypatch: pytest.MonkeyPatch) -
 
     def early(self: Weights, manifest: list[TensorInfo], **options: Any) -> Staging:
         opened = begin(self, manifest, **options)
-        engine.scheduler.version = opened.version
+        engine.scheduler.state.version = opened.version
         return opened
 
     monkeypatch.setattr(Weights, "begin", early)
@@ -630,13 +631,16 @@ def test_recompute_prefills_each_prefix_once() -> None:
     prompts = np.random.default_rng(2).integers(3, 199, (4, 12 * size)).astype(np.int32)
     for i, prompt in enumerate(prompts):
         engine.submit(ask(f"g{i}", prompt, n=16, max_tokens=60, seed=i, temperature=2.0))
-    while min((len(seq.output) for seq in engine.scheduler.running), default=0) < 21 or len(engine.scheduler.running) < 64:
+    while (
+        min((len(seq.output) for seq in engine.scheduler.state.running), default=0) < 21
+        or len(engine.scheduler.state.running) < 64
+    ):
         assert engine.step() == []
-    cached = [seq.cached for seq in engine.scheduler.running]
+    cached = [seq.cached for seq in engine.scheduler.state.running]
     shared = prompts.shape[1]
     before = engine.counters.prefill_tokens
     engine.refresh(pushed(), kv="recompute")
-    while any(seq.uncached > 1 for seq in engine.scheduler.running):
+    while any(seq.uncached > 1 for seq in engine.scheduler.state.running):
         assert engine.step() == []
     prefilled = engine.counters.prefill_tokens - before
     want = 4 * shared + sum(length + 1 - shared for length in cached)
@@ -691,7 +695,7 @@ def test_drain_finishes_what_has_begun(kv_tokens: int) -> None:
         engine.submit(group(f"begun{i}", [1, 2, 3], n=8, max_tokens=40, ignore_eos=True))
     while engine.counters.forks < 7:
         engine.step()
-    begun = {seq.state.group.id for seq in engine.scheduler.running}
+    begun = {seq.state.group.id for seq in engine.scheduler.state.running}
     engine.submit(group("later", [1, 2, 3], n=1, max_tokens=5, ignore_eos=True))
     assert not engine.drain() and engine.status()["state"] == "draining"
     samples: list[Sample] = []
@@ -700,7 +704,7 @@ def test_drain_finishes_what_has_begun(kv_tokens: int) -> None:
             break
         samples += engine.step()
     assert {sample.group_id for sample in samples} == begun and {s.finish_reason for s in samples} == {"length"}
-    assert not engine.has_work and "later" in engine.scheduler.groups
+    assert not engine.has_work and "later" in engine.scheduler.state.groups
     engine.resume()
     assert ("later", 0) in run(engine)
 

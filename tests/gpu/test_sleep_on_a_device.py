@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
+from tests.support.invariants import check
 from tests.support.on_device import DEVICE, Samples, agree, captured_of, engine, lockstep, needs_cuda
 from tests.support.tiny import tiny
 from tests.support.toy import group, run
@@ -37,7 +38,7 @@ def run_with_naps(made: Engine, naps: set[int]) -> Samples:
             assert made.sleep(1) >= 0 and made.status()["state"] == "asleep" and made.step() == []
             made.wake()
         samples |= {(sample.group_id, sample.index): sample for sample in made.step()}
-        made.check()
+        check(made.scheduler)
         step += 1
     return samples
 

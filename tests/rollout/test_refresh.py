@@ -32,6 +32,7 @@ from tests.support.described import described, digest_of
 from tests.support.fake_device import EagerStreams, FakeDeviceMemory, HostHashes
 from tests.support.fake_gpu import FakeGPU
 from tests.support.faulty_link import Proxy
+from tests.support.invariants import check
 from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.support.wire import serving
@@ -141,7 +142,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     yield stage
     samples = stage.samples()
     assert len(samples) == 16 and check_marks(samples) > 16
-    stage.engine.check()
+    check(stage.engine.scheduler)
 
 
 @needs_shm
@@ -442,7 +443,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..
         yield engine, connect
         for client in clients:
             client.close()
-    engine.check()
+    check(engine.scheduler)
 
 
 @pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline", "gloo"])
@@ -1005,7 +1006,7 @@ def test_abort_all(served: Any) -> None:
     engine, connect = served
     client, other = connect(), connect()
     handles = [each.submit([1, 2, 3], SAMPLING) for each in (client, other)]
-    until(lambda: len(engine.scheduler.groups) == 2)
+    until(lambda: len(engine.scheduler.state.groups) == 2)
     client.abort_all()
     assert {sample.finish_reason for handle in handles for sample in handle.result(WAIT)} == {"aborted"}
 

@@ -310,7 +310,7 @@ def test_what_is_kept_is_given_up_when_asked_and_with_its_client() -> None:
     end, engine = LoopbackService(), toy_engine()
 
     def kept() -> int:
-        return len(engine.scheduler.children.kept)
+        return len(engine.scheduler.state.pinned)
 
     with serving(engine, end):
         with RolloutClient(transport=end.connect()) as client:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from engine.config import WeightOffload
 from engine.memory import HostMemory
-from engine.scheduling.preemption import Pressure
+from engine.scheduling.counters import Rates
 from engine.types import Group, Sample, Sampling
 from engine.weights.offload import OffloadedModel
 from rollout.client.api import RolloutClient
@@ -212,7 +212,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     tracker = Tracker(config, sinks, Audit(model, config), clock)
     groups = [group(str(i), prompt=24, n=4, max_tokens=40, seed=i) for i in range(4)]
     with pytest.MonkeyPatch.context() as patch:  # as copies_pay
-        patch.setattr(Pressure, "_copy_pays", lambda *_: True)
+        patch.setattr(Rates, "copy_pays", lambda *_: True)
         run_engine(tracker, engine, clock, groups)
     engine.refresh([(name, tensor + 0.01) for name, tensor in model.named_parameters()])
     run_engine(tracker, engine, clock, [group("after", prompt=24, n=4, max_tokens=40, seed=9)])

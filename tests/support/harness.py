@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 
 from engine.kv.block import BlockCopies
-from engine.scheduling.counters import Counters
-from engine.scheduling.invariants import check
+from engine.scheduling.output import copies_failed
 from engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stops import Vocabulary, stops_of
+from engine.scheduling.stopping import Vocabulary, stops_of
 from engine.types import Group, Limits, PartialSample, Sample, Sampling
 from tests.support.configs import engine_config
+from tests.support.invariants import check
 from tests.support.plans import sent
 
 VOCAB = 97
@@ -150,7 +150,6 @@ class Harness:
             device_blocks=device_blocks,
             host_blocks=host_blocks,
             max_blocks=device_blocks,
-            counters=Counters(),
             clock=lambda: self.now,
         )
         size = self.config.block_size
@@ -171,21 +170,21 @@ class Harness:
         self.copied_blocks = 0
         self.mirrors_fail = False
         self.stamped: dict[bytes, list[Cell | None]] = {}
-        add = self.scheduler.store.index.add
+        add = self.scheduler.state.store.index.add
 
         def stamp(block: Any) -> None:
             add(block)
             self.stamped.setdefault(block.key, list(self.device[block.device]))
 
-        self.scheduler.store.index.add = stamp  # type: ignore[method-assign]
-        note = self.scheduler.children.turns.note
+        self.scheduler.state.store.index.add = stamp  # type: ignore[method-assign]
+        note = self.scheduler.state.conversations.note
 
         def look(seq: Any) -> None:
             note(seq)
             cells = [each for block in seq.blocks for each in self.cells(block)]
             self.turns[seq.state.group.id, seq.index] = cells[: seq.cached]
 
-        self.scheduler.children.turns.note = look  # type: ignore[method-assign]
+        self.scheduler.state.conversations.note = look  # type: ignore[method-assign]
 
     def cells(self, block: Any) -> list[Cell | None]:
         return self.host[block.host] if block.device is None else self.device[block.device]
@@ -209,7 +208,7 @@ class Harness:
             group = with_given(group)
         elif partials:
             lag = group.sampling.max_version_lag
-            group = with_partials(group, partials, 0 if lag is None else max(0, self.scheduler.version - lag))
+            group = with_partials(group, partials, 0 if lag is None else max(0, self.scheduler.state.version - lag))
         group.validate(Limits(), VOCAB, 10_000)
         try:
             stops = stops_of(group, lambda: VOCABULARY)
@@ -232,7 +231,7 @@ class Harness:
 
     def refresh(self, kv: str) -> None:
         self.land()
-        version = self.scheduler.version + 1
+        version = self.scheduler.state.version + 1
         ended = self.scheduler.refresh(version, kv)
         self.take(ended)
         self.check_stale(version, ended)
@@ -240,7 +239,7 @@ class Harness:
             self.own.clear()
             self.turns.clear()
         for id, oldest in self.oldest.items():
-            state = self.scheduler.groups.get(id)
+            state = self.scheduler.state.groups.get(id)
             if kv == "recompute":  # whatever lag a new sample allows
                 self.oldest[id] = version
             elif state is not None and not state.forked:
@@ -249,23 +248,27 @@ class Harness:
     def step(self, fail_copy: int | None = None) -> None:
         """Run a step. `fail_copy`: the copies stop after that many of them."""
         self.take(self.scheduler.expire())
-        if self.flight and (self.scheduler.must_preempt or self.scheduler.would_draft):
+        planned = self.scheduler.plan()
+        if planned is None:
+            assert self.flight, "a decision waits for results, and nothing is in flight"
             self.land()
-        plan = sent(self.scheduler.plan())
-        for seq in self.scheduler.running:
+            planned = self.scheduler.plan()
+        assert planned is not None
+        plan = sent(planned)
+        for seq in self.scheduler.state.running:
             group = seq.state.group
-            self.oldest.setdefault(group.id, self.scheduler.version - group.sampling.max_kv_lag)
+            self.oldest.setdefault(group.id, self.scheduler.state.version - group.sampling.max_kv_lag)
         if plan.moves.mirrors and self.mirrors_fail:
             fail_copy = plan.moves.blocks - len(plan.moves.mirrors)
         if plan.moves and fail_copy is not None:
             self.move(plan.moves, fail_copy)
             self.land()
-            self.scheduler.move_failed(plan)
+            copies_failed(self.scheduler.state, plan.step)
             return
         self.move(plan.moves, None)
-        self.scheduler.moved()
+        self.scheduler.state.store.moved()
         if not plan.num_rows:
-            assert self.flight or self.scheduler.running or not self.scheduler.waiting, "stuck"
+            assert self.flight or self.scheduler.state.running or not self.scheduler.state.waiting, "stuck"
             self.land()
             return
         drawn = self.compute(plan)
@@ -303,7 +306,7 @@ class Harness:
         self.copied_blocks += done
 
     def compute(self, plan: Plan) -> SampledTokens:
-        size, version = self.config.block_size, self.scheduler.version
+        size, version = self.config.block_size, self.scheduler.state.version
         assert plan.num_tokens <= self.config.most_tokens and plan.num_rows <= self.config.most_seqs
         sequences = self.scheduler.sequences_of(plan)
         starts, ends, tables = plan.starts.tolist(), (plan.starts + plan.counts).tolist(), plan.block_table.tolist()
@@ -353,26 +356,26 @@ class Harness:
     def check(self) -> None:
         """Assert every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
         check(self.scheduler)
-        store = self.scheduler.store
+        store = self.scheduler.state.store
         for block in {*store.device.holder, *store.host.holder} - {None}:
             assert block is not None
             if store.index.holds(block):
                 assert block.device is None or self.device[block.device] == self.stamped[block.key]  # type: ignore[index]
                 assert block.host is None or self.host[block.host] == self.stamped[block.key]  # type: ignore[index]
-        for prefix, group in self.scheduler.groups.items():
+        for prefix, group in self.scheduler.state.groups.items():
             assert len(group.sequences) <= self.groups[prefix].sampling.n
 
     def finish(self, most_steps: int = 5000) -> None:
         """Run to the end; every child is there, is what it must be, and no block is left over."""
         for number in range(most_steps):
-            if not self.scheduler.groups:
+            if not self.scheduler.state.groups:
                 break
             self.step()
             if number % 8 == 0:
                 self.check()
-        assert not self.scheduler.groups, "no end in sight"
+        assert not self.scheduler.state.groups, "no end in sight"
         self.land()
-        assert not self.scheduler._rows, "a plan is neither committed nor void"
+        assert not self.scheduler.state.in_flight, "a plan is neither committed nor void"
         for id, group in self.groups.items():
             wanted = {index: want for index, want in enumerate(expected(group)) if index in group.wanted}
             for index, want in wanted.items():
@@ -394,8 +397,8 @@ class Harness:
                 check_lag(sample, group.sampling.max_version_lag)
             self.check_cut(group, [self.got[id, index] for index in wanted])
         assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
-        store = self.scheduler.store
-        self.scheduler.children.kept.release_all()
+        store = self.scheduler.state.store
+        self.scheduler.state.pinned.release_all()
         store.forget_cached()
         assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
 
@@ -405,7 +408,7 @@ class Harness:
             if sample.finish_reason == "stale":
                 lag = self.groups[sample.group_id].sampling.max_version_lag
                 assert lag is not None and sample.weight_versions[0][1] < version - lag
-        for id in self.scheduler.groups:
+        for id in self.scheduler.state.groups:
             lag = self.groups[id].sampling.max_version_lag
             for child in () if lag is None or self.groups[id].score else self.groups[id].partials:
                 assert (id, child.index) in self.got or child.weight_versions[0][1] >= version - lag, "it goes on, stale"
@@ -556,13 +559,13 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
             )
         elif kind < 0.36 and h.groups:
             index = r.choice([None, 0, 1]) if seed % 2 else None
-            h.take(h.scheduler.abort(r.choice(list(h.groups)), index))
+            h.take(h.scheduler.state.abort(r.choice(list(h.groups)), index))
         elif kind < 0.4:
             h.refresh(r.choice(["keep", "recompute", "abort"]))
         else:
             if measured:  # as an engine that times its copies and prefills: now the one is cheaper, now the other
-                h.scheduler.counters.copy_blocks_per_second = r.choice([0.0, 1.0, 1e6])
-                h.scheduler.counters.prefill_tokens_per_second = r.choice([0.0, 1.0, 1e6])
+                h.scheduler.state.rates.copy_blocks_per_second = r.choice([0.0, 1.0, 1e6])
+                h.scheduler.state.rates.prefill_tokens_per_second = r.choice([0.0, 1.0, 1e6])
             h.step(r.randrange(4) if breaks and r.random() < 0.2 else None)
         on_check(h)
     h.finish()

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.engine import Engine
 from engine.types import Sample
+from tests.support.invariants import check
 from tests.support.toy import group
 
 
@@ -25,11 +26,11 @@ def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[
         if step in naps:
             engine.sleep(level)
             assert not engine.has_work and engine.step() == [] and engine.status()["state"] == "asleep"
-            assert not engine.worker.kv.data.count_nonzero() and not engine.scheduler.store.device.used
-            engine.check()
+            assert not engine.worker.kv.data.count_nonzero() and not engine.scheduler.state.store.device.used
+            check(engine.scheduler)
             engine.wake()
         for sample in engine.step():
             samples[sample.group_id, sample.index] = sample
-        engine.check()
+        check(engine.scheduler)
         step += 1
     return samples

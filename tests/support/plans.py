@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.scheduling.counters import Counters
 from engine.scheduling.plan import Plan, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
@@ -41,7 +40,7 @@ def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any
     options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
     settings = engine_config(kv_tokens=4 * device_blocks, **options)
     blocks = {"device_blocks": device_blocks, "host_blocks": host_blocks, "max_blocks": device_blocks}
-    return Scheduler(settings, counters=Counters(), clock=lambda: 0.0, **blocks)
+    return Scheduler(settings, clock=lambda: 0.0, **blocks)
 
 
 def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client: str = "", **sampling: Any) -> None:
@@ -54,7 +53,8 @@ def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client:
 def launch(scheduler: Scheduler) -> Plan:
     """Plan a step and launch it."""
     plan = scheduler.plan()
-    scheduler.moved()
+    assert plan is not None
+    scheduler.state.store.moved()
     if plan.num_rows:
         scheduler.launched(plan)
     return plan

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.scheduling.counters import Counters
 from engine.scheduling.plan import Plan, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Group, Sample, Sampling
@@ -130,22 +129,22 @@ def follow(scheduler: Scheduler, lengths: np.ndarray) -> None:
 def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> SimulatedEnds:
     """Run the scheduler until all children have ended."""
     now, ends = 0.0, list[float]()
-    counters = Counters()
-    counters.copy_blocks_per_second = 1 / costs.per_block if costs.per_block else 0.0
-    counters.prefill_tokens_per_second = costs.prefill_tokens_per_second
     scheduler = Scheduler(
         config,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         max_blocks=work.longest_blocks(config.block_size),
-        counters=counters,
         clock=lambda: now,
     )
+    counters, rates = scheduler.state.counters, scheduler.state.rates
+    rates.copy_blocks_per_second = 1 / costs.per_block if costs.per_block else 0.0
+    rates.prefill_tokens_per_second = costs.prefill_tokens_per_second
     for group in work.groups():
         scheduler.submit(group, "", group.sampling.seed or 0, frozenset({END}))
-    while scheduler.has_work:
+    while scheduler.state.has_work:
         plan = scheduler.plan()
-        scheduler.moved()
+        assert plan is not None
+        scheduler.state.store.moved()
         now += costs.of(plan, config.block_size)
         if not plan.num_rows:
             raise RuntimeError("the scheduler is stuck: nothing runs and nothing can start")

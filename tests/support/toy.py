@@ -14,6 +14,7 @@ from engine.forward.sampling import _mix
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.types import Group, Sample, Sampling
 from tests.support.configs import engine_config
+from tests.support.invariants import check
 
 VOCAB = 23
 
@@ -101,6 +102,6 @@ def run(engine: Engine, groups: Iterable[Group] = (), steps: int = 100_000) -> d
         for sample in engine.step():
             assert (sample.group_id, sample.index) not in samples
             samples[sample.group_id, sample.index] = sample
-        engine.check()
+        check(engine.scheduler)
     assert not engine.has_work, f"not done after {steps} steps"
     return samples

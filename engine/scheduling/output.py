@@ -1,0 +1,187 @@
+"""What a step in flight does to its sequences: tokens are pending once it is launched, and appended once they are read. Also
+what a failed step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.scheduling.plan import SampledTokens, TopLogprobs
+from engine.scheduling.sequence import Row, Sequence
+from engine.scheduling.state import SchedulerState
+from engine.types import FinishReason, Sample
+
+Learn = Callable[[Sequence, tuple[int, ...], list[int]], None]
+"""called with a sequence, its draft and the tokens that were appended"""
+
+
+class _Draws(NamedTuple):
+    """What a step sampled, as lists, one item for each draw."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raws: list[float] | list[None]
+    finite: list[bool]
+    top: TopLogprobs | None
+
+
+def launched(state: SchedulerState, rows: list[Row]) -> None:
+    """Note that a step is in flight: from here on its KV counts as computed, since what reads it comes later on the device, and
+    the tokens that it samples are pending."""
+    size, draw = state.config.block_size, 0
+    for row in rows:
+        seq, start, count, draws = row.seq, row.start, row.count, row.draws
+        forked = seq.state.forked
+        if row.expected:
+            count -= draws - 1  # how many of the others count is known with the draws
+        if count > 1 or not draws or not forked:
+            state.counters.computed(seq, start, count)
+        seq.cached = cached = start + count
+        if cached > seq.computed:
+            seq.computed = cached
+        if cached // size > start // size and not seq.pending:
+            state.tables.fill(seq, start)
+        if draws and forked:
+            seq.expect(draw)
+        draw += draws
+
+
+def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn: Learn) -> list[Sample]:
+    """Append what a step sampled to its sequences, fork groups, finish children. Rows whose child finished while the step was
+    in flight are skipped. Returns the samples of the children that finished; those of groups that end with their first
+    `finish_after` children are decided over all rows."""
+    samples: list[Sample] = []
+    first_k: list[tuple[Sequence, FinishReason]] = []
+    tokens = sampled.tokens.tolist()
+    raws = [None] * len(tokens) if sampled.raw_logprobs is None else sampled.raw_logprobs.tolist()
+    draws = _Draws(tokens, sampled.logprobs.tolist(), raws, sampled.finite.tolist(), sampled.top)
+    size, draw = state.config.block_size, 0
+
+    def finish(seq: Sequence, reason: FinishReason) -> None:
+        if reason in ("stop", "length") and seq.state.first_k_pending:
+            first_k.append((seq, reason))
+        else:
+            samples.append(state.finish(seq, reason, seq.not_finite() if reason == "error" else None))
+
+    for row in rows:
+        seq = row.seq
+        if seq.ended:
+            state.counters.unused_draws += row.draws
+        elif row.expected:
+            had = len(seq.output)
+            reason = _append_run(state, row, draws, draw)
+            if seq.given is None:
+                learn(seq, row.expected, seq.output[had:])
+            if reason is not None:
+                finish(seq, reason)
+        elif row.draws:
+            forks = not seq.state.forked
+            for at, child in enumerate(state.fork(seq) if forks else (seq,), draw):
+                reason = _append(state, child, draws, at)
+                if reason is not None:
+                    finish(child, reason)
+                elif child.pending and child.cached % size == 0:
+                    state.tables.fill(child, row.start + row.count)  # the next step computes the token that is known only now
+            if forks:
+                samples += [each for index in seq.state.cancelled for each in state.abort(seq.state.group.id, index)]
+        draw += row.draws
+    assert draw == len(tokens)
+    return samples + _finish_first_k(state, first_k) if first_k else samples
+
+
+def _append_run(state: SchedulerState, row: Row, draws: _Draws, first: int) -> FinishReason | None:
+    """Append the draws from `first` on of a row that computed the tokens it expected, up to the end of the child or the first
+    draw that is another token; later ones are dropped. Returns the finish reason if the child ends."""
+    seq, expected, had = row.seq, row.expected, len(row.seq.output)
+    reason = None
+    for at in range(row.draws):
+        reason = _append(state, seq, draws, first + at)
+        if reason is not None or at == len(expected) or draws.tokens[first + at] != expected[at]:
+            break
+    if reason != "error":
+        state.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
+    return reason
+
+
+def _append(state: SchedulerState, seq: Sequence, draws: _Draws, draw: int) -> FinishReason | None:
+    """Append one sampled token to a sequence. Returns the finish reason if the child ends with it."""
+    if not draws.finite[draw]:
+        state.tables.distrust(seq)
+        return "error"
+    token, tracked = draws.tokens[draw], seq.tracked
+    seq.append(token, draws.logprobs[draw], draws.raws[draw], state.version)
+    if tracked is not None:
+        tracked.append(token)
+        if draws.top is not None:
+            tracked.append_top(draws.top, draw)
+    if seq.given is not None:
+        state.counters.scored_tokens += 1
+        return "scored" if len(seq.output) == len(seq.given) else None
+    state.counters.generated_tokens += 1
+    return finish_reason(seq, token)
+
+
+def finish_reason(seq: Sequence, token: int) -> FinishReason | None:
+    """Return why a child ends with `token`, its newest; None: it does not."""
+    state, output = seq.state, len(seq.output)
+    if (token in state.eos or (seq.tracked is not None and seq.tracked.found)) and output > state.group.sampling.min_tokens:
+        return "stop"
+    if seq.num_prompt + output == seq.limit:
+        return "length"
+    return "cut" if state.cut_at is not None and output >= state.cut_at else None
+
+
+def _finish_first_k(state: SchedulerState, done: list[tuple[Sequence, FinishReason]]) -> list[Sample]:
+    """Finish children that ended in a step, of groups that end with their first `finish_after`, and the siblings that are cut
+    then. The shorter child counts first, of equal ones the lower index. A child that ended too late is cut as well if it is
+    longer than `min_len_to_cut`: a shorter one would have ended by itself in a later step, too."""
+    samples = []
+    for seq, reason in sorted(done, key=lambda each: (each[0].state.number, len(each[0].output), each[0].index)):
+        if not seq.ended:  # aborted where its group forked
+            counts = seq.state.first_k_pending or len(seq.output) <= seq.state.group.sampling.min_len_to_cut
+            samples.append(state.finish(seq, reason if counts else "cut"))
+    for group in {seq.state.number: seq.state for seq, _ in done if not seq.state.first_k_pending}.values():
+        group.cut_at = group.group.sampling.min_len_to_cut
+        cut = [seq for seq in group.sequences.values() if len(seq.output) >= group.cut_at]
+        samples += [state.finish(seq, "cut") for seq in cut]
+    return samples
+
+
+# ── failed steps ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def copies_failed(state: SchedulerState, step: int) -> None:
+    """Discard a plan whose copies of KV stopped in the middle: preempt the sequences whose blocks may hold garbage, and drop
+    their KV."""
+    state.counters.failed_moves += 1
+    broken = state.store.move_failed()
+    for row in state.in_flight.pop(step, []):
+        state.tables.truncate(row.seq, -(-row.seq.cached // state.config.block_size))
+    for seq in list(state.running):
+        if any(block in broken for block in seq.blocks):
+            state.stop(seq)
+            state.tables.truncate(seq, 0)
+            state.counters.soft_resets += 1
+    state.store.discard(broken)
+
+
+def launch_failed(state: SchedulerState, step: int, reason: str) -> list[Sample]:
+    """Discard a plan that could not be launched, and finish the groups of its rows with an error."""
+    return _fail(state, [row.seq for row in state.in_flight.pop(step)], reason)
+
+
+def step_failed(state: SchedulerState, step: int, reason: str) -> list[Sample]:
+    """Discard a launched step that failed. Finish every running group with an error, clear the prefix index and drop the KV of
+    waiting sequences: any of them may share KV that the step wrote."""
+    del state.in_flight[step]
+    state.pinned.release_all()
+    state.store.forget_all()
+    for seq in state.waiting:
+        state.tables.truncate(seq, 0)
+    return _fail(state, list(state.running), reason)
+
+
+def _fail(state: SchedulerState, sequences: list[Sequence], reason: str) -> list[Sample]:
+    """Finish the groups of these sequences with an error. What their blocks hold is not reused."""
+    groups = {seq.state.number: seq.state for seq in sequences if not seq.ended}
+    for seq in sequences:
+        state.tables.distrust(seq)
+    return [sample for group in groups.values() for sample in state.finish_all(group, "error", reason)]

@@ -1,0 +1,207 @@
+"""The scheduler's state, and the transitions of a sequence: start, stop, fork, finish. Policies read it and write nothing.
+
+add ──► waiting ──start──► running ──fork──► one sequence for each child, running or waiting
+           ▲                  │
+           └───────stop───────┤
+abort, deadline, refresh ─────┴──finish──► Sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from engine.config import EngineConfig
+from engine.kv.store import BlockStore
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.conversation import ConversationIndex, PinnedKV, Timers
+from engine.scheduling.counters import Counters, Rates
+from engine.scheduling.credit import ClientCredit
+from engine.scheduling.queue import RunningTable, WaitingQueue
+from engine.scheduling.sequence import GroupState, Row, Sequence
+from engine.types import FinishReason, Sample
+
+CONTINUED: frozenset[FinishReason] = frozenset(("stop", "length", "cut", "deadline"))
+"""finish reasons of a child that another turn may continue"""
+
+
+class Decision(NamedTuple):
+    """What a policy decides before a step: which running sequences stop."""
+
+    stops: list[Sequence]
+    room: int = 0
+    """device slots that the running sequences need in this step; idle blocks are evicted for them before a sequence stops"""
+
+
+class SchedulerState:
+    """Owns groups, queues, the block store and pinned KV, and is the only writer of groups and sequences, together with
+    `BlockTables` (blocks) and `engine.scheduling.output` (tokens)."""
+
+    def __init__(
+        self, config: EngineConfig, device_blocks: int, host_blocks: int, max_blocks: int, clock: Callable[[], float]
+    ) -> None:
+        """max_blocks: blocks of the longest sequence of the model. clock: returns seconds, never falling."""
+        self.config, self.clock = config, clock
+        self.counters, self.rates = Counters(), Rates()
+        self.store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
+        self.tables = BlockTables(config.block_size, self.store, self.counters)
+        self.table = RunningTable(config.most_seqs, min(max_blocks, device_blocks))
+        self.waiting = WaitingQueue()
+        self.credit = ClientCredit(config.foreground_s)
+        self.pinned = PinnedKV(self.store, self.tables)
+        self.conversations = ConversationIndex(config.block_size)
+        self.groups: dict[str, GroupState] = {}
+        """the groups that are not finished, by id"""
+        self.deadlines: Timers[GroupState] = Timers(lambda group: self.groups.get(group.group.id) is group)
+        self.submitted = 0
+        """groups that were queued"""
+        self.version = 0
+        """of the weights"""
+        self.admitting = True
+        """False: groups that have not started stay in the queue"""
+        self.clients: Collection[str] = ()
+        """the clients whose sequences the newest plan computes; see `engine.scheduling.fairness.priority_clients`"""
+        self.others_wait = False
+        """other clients have sequences that could run"""
+        self.in_flight: dict[int, list[Row]] = {}
+        """rows of the plans that are neither committed nor discarded, by the plan's number"""
+        self.copies_ahead = bool(config.advanced.copy_ahead and host_blocks)
+        """room is made a step before it is needed, so that a step writes no slot that its own copies free"""
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Return the running sequences, oldest first."""
+        return self.table.sequences
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a sequence runs, or waits and may start."""
+        return bool(self.running or self.waiting.clients(started=not self.admitting))
+
+    # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def add(self, group: GroupState) -> list[Sample]:
+        """Queue a group. Returns the samples of the children that are complete already."""
+        self.submitted += 1
+        group.finished = len(group.complete)
+        complete = [
+            (Sequence(group, partial.index, partial), group.complete.get(partial.index)) for partial in group.group.partials
+        ]
+        samples = [self.count_finished(child, reason, 0.0) for child, reason in complete if reason is not None]
+        if not group.fresh and not group.resumed:
+            return samples
+        self.groups[group.group.id] = group
+        turn = self.conversations.find(group.group, group.client)
+        if turn is not None:
+            group.age, group.own = (turn.since, group.number), turn.kv
+        for index in group.fresh[:1] or group.resumed:
+            group.sequences[index] = seq = Sequence(group, index)
+            if turn is not None:
+                self.counters.kept_tokens += self.pinned.hand_over(group.group.after, seq)
+            self.waiting.put(seq)
+        if group.group.sampling.deadline_s is not None:
+            self.deadlines.add(group.arrived + group.group.sampling.deadline_s, group)
+        self.credit.arrived(group.client, group.arrived)
+        return samples
+
+    def count_finished(self, child: Sequence, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
+        """Count a child that finishes without having been scheduled. Returns its sample."""
+        self.counters.ended[reason] += 1
+        return child.sample(reason, seconds, error)
+
+    # ── transitions ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def start(self, seq: Sequence, least_run: int) -> None:
+        """Move a sequence from waiting to running, and restore its blocks. least_run: tokens to sample before it is preempted
+        again, unless nothing else frees memory. Raises OutOfBlocks."""
+        self.waiting.remove(seq, served=True)
+        seq.state.started = True
+        for i, block in enumerate(seq.blocks):
+            self.store.pin(block, full=i < seq.cached // self.config.block_size)
+        self.table.enter(seq, least_run)
+
+    def stop(self, seq: Sequence, held: bool = False) -> None:
+        """Move a sequence from running to waiting. It keeps its blocks. held: other clients have priority."""
+        assert not seq.pending, "a sequence stops while a token of it is pending"
+        self.table.leave(seq)
+        for block in seq.blocks:
+            self.store.unpin(block)
+        seq.held = held
+        self.waiting.put(seq)
+
+    def fork(self, seq: Sequence) -> list[Sequence]:
+        """Make the children of a sequence whose prompt is cached; all share its blocks. Children that find no free place wait,
+        and so do those that have more tokens to compute. Returns the children that sample from the prompt, in the order of
+        their draws."""
+        state = seq.state
+        state.forked = True
+        seq.num_next_samples = 1
+        children = [seq, *seq.fork()]
+        for child in children[1:]:
+            state.sequences[child.index] = child
+            self.store.share(child.blocks)
+            if self.table.has_place and child.index not in state.resumed:
+                for block in child.blocks:
+                    self.store.pin(block, full=True)
+                self.table.enter(child, self.config.advanced.min_run_tokens)
+            else:
+                self.waiting.put(child)
+        self.counters.forks += len(children) - 1
+        self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
+        self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.config.block_size)
+        return children[: len(state.fresh)]
+
+    def finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
+        """Finish a child, which runs or waits, and release or pin its blocks. Returns its sample."""
+        ran = seq.running
+        if ran:
+            self.table.leave(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.ended = True
+        state, now = seq.state, self.clock()
+        self._leave_blocks(seq, ran, now, continues=reason in CONTINUED)
+        del state.sequences[seq.index]
+        if reason in ("stop", "length"):
+            state.finished += 1
+        if not state.sequences:
+            del self.groups[state.group.id]
+            self.credit.left(state.client, now)
+        sample = self.count_finished(seq, reason, now - state.arrived, error)
+        state.finished_outputs[seq.index] = sample.token_ids
+        return sample
+
+    def _leave_blocks(self, seq: Sequence, ran: bool, now: float, continues: bool) -> None:
+        """Pin the blocks of a child that finishes, if its group asks for that, or release them. continues: a turn may
+        follow."""
+        if continues and not ran:
+            self.tables.cut_lost(seq)
+        if continues and seq.output and seq.cached:
+            self.conversations.note(seq)
+            if kv_ttl_s := seq.state.group.sampling.kv_ttl_s:
+                self.pinned.pin(seq, now + kv_ttl_s, ran)
+                return
+        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
+            self.store.disown(block, used=ran)
+        seq.blocks.clear()
+
+    def finish_all(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
+        """Finish every child that is not finished; before the fork these are all n."""
+        if not state.forked:
+            only = self.finish(state.sequences[state.fresh[0]], reason, error)
+            others = [Sequence(state, index) for index in (*state.fresh[1:], *state.resumed)]
+            return [only, *(self.count_finished(child, reason, only.seconds, error) for child in others)]
+        return [self.finish(seq, reason, error) for seq in list(state.sequences.values())]
+
+    def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
+        """Finish the children that are not finished, or one of them, as aborted, and release pinned KV. Returns their samples;
+        [] for an unknown id or index. A child of a group that has not forked finishes at the fork, unless no other is left."""
+        self.pinned.release(group_id, index)
+        state = self.groups.get(group_id)
+        if state is None:
+            return []
+        if index is None:
+            return self.finish_all(state, "aborted")
+        if state.forked:
+            return [self.finish(state.sequences[index], "aborted")] if index in state.sequences else []
+        if index in state.fresh or index in state.resumed:
+            state.cancelled.add(index)
+        return [] if state.uncancelled else self.finish_all(state, "aborted")

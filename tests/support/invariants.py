@@ -1,0 +1,81 @@
+"""Invariants of a scheduler and of its block store, which hold between two steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from engine.kv.block import Block
+from engine.kv.placement import BlockPlacement
+from engine.kv.store import BlockStore
+from engine.scheduling.plan import SAMPLING
+from engine.scheduling.queue import RunningTable, sampling_of, slots_of
+from engine.scheduling.scheduler import Scheduler
+
+
+def check(scheduler: Scheduler) -> None:
+    """Assert that every sequence runs or waits, that every block is accounted for, and that what is pending is in flight."""
+    owners: Counter[Block] = Counter()
+    users: Counter[Block] = Counter()
+    state = scheduler.state
+    running, waiting = state.running, set(state.waiting)
+    for group in state.groups.values():
+        for seq in group.sequences.values():
+            owners.update(seq.blocks)
+            if seq.running:
+                users.update(seq.blocks)
+            assert (seq in waiting) != seq.running, "a sequence is lost, or waits and runs"
+            assert seq.running or not seq.pending, "a sequence waits whose last token is not known yet"
+            assert seq.length == seq.num_prompt + len(seq.output) + seq.pending
+            assert (seq.pending_draw is not None) == bool(seq.pending)
+            assert seq.last_token == [*group.group.prompt[-1:].tolist(), *seq.output[-1:]][-1]
+            assert seq.cached <= seq.length and len(seq.blocks) == -(-seq.cached // state.config.block_size)
+    for seq in state.pinned:
+        owners.update(seq.blocks)
+        assert seq.ended and not seq.running and len(seq.blocks) == -(-seq.cached // state.config.block_size)
+    assert state.pinned.blocks == Counter(block for seq in state.pinned for block in seq.blocks)
+    assert len(running) + len(waiting) == sum(len(group.sequences) for group in state.groups.values())
+    check_table(state.table)
+    check_store(state.store, owners, users)
+
+
+def check_table(table: RunningTable) -> None:
+    """Assert that the arrays of the running table agree with its sequences."""
+    places = [seq.place for seq in table.sequences if seq.place is not None]
+    assert sorted([*table._free, *places]) == list(range(len(table.table))), "places are lost"
+    assert sorted(table.sequences, key=lambda seq: seq.age) == table.sequences
+    assert table.of_client == Counter(seq.state.client for seq in table.sequences)
+    wanted = np.zeros_like(table.table)
+    for place, seq in zip(places, table.sequences, strict=True):
+        wanted[place, : len(seq.blocks)] = slots_of(seq)
+    assert np.array_equal(table.table, wanted), "a table names other blocks than its sequence has, or goes on behind them"
+    sampling = np.array([sampling_of(seq) for seq in table.sequences], SAMPLING)
+    assert table.sampling[places].tobytes() == sampling.tobytes()
+
+
+def check_store(store: BlockStore, owners: dict[Block, int], users: dict[Block, int]) -> None:
+    """Assert all invariants. owners, users: number of sequences that hold and that use each block."""
+    living = check_homes(store.homes)
+    for block in living | owners.keys():
+        assert block.owners == owners.get(block, 0), "wrong number of owners"
+        assert block.users == users.get(block, 0), "wrong number of users"
+        assert block.users == 0 or block.device is not None, "a block in use is not on the device"
+        cached = block.owners == 0
+        assert (block in store.cached) == (cached and block.device is not None)
+        assert (block in store.cached_host) == (cached and block.device is None)
+        assert (block in store.idle) == (not cached and block.users == 0 and block.device is not None)
+        assert not cached or store.index.holds(block), "a block has no owners and is not in the index: leaked"
+    assert not store.index.keys() - {block.key for block in living}, "the index has a freed block"
+
+
+def check_homes(homes: BlockPlacement) -> set[Block]:
+    """Assert that slots and blocks agree. Returns all blocks that have a slot."""
+    living: set[Block] = set()
+    for pool, where in ((homes.device, "device"), (homes.host, "host")):
+        blocks = [block for block in pool.holder if block is not None]
+        assert len(blocks) + pool.free == pool.size and len(set(blocks)) == len(blocks)
+        for slot, block in enumerate(pool.holder):
+            assert block is None or getattr(block, where) == slot
+        living.update(blocks)
+    return living
