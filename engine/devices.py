@@ -1,7 +1,7 @@
 """Devices: the only place that distinguishes CPU and GPU. A `Device` is chosen once, and everything else calls it.
 
     ┌ memory ──────── allocation, host maps, transfer of small arrays        used by kv/, weights/ and forward/
-    │ lane ────────── runs the copies of a step                              used by kv/
+    │ copy_engine ─── runs the copies of a step                              used by kv/
     │ backend ─────── attention
     │ equip ───────── what runs the layers: the module or a decoder
     │ graphs ──────── captured steps
@@ -93,7 +93,7 @@ class Device(Protocol):
     def check(self, model: ModelLike) -> None:
         """Raise ValueError if the model is on another device."""
 
-    def lane(self) -> CopyEngine:
+    def copy_engine(self) -> CopyEngine:
         """Make the engine for KV copies."""
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
@@ -141,7 +141,7 @@ class CpuDevice:
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
 
-    def lane(self) -> CopyEngine:
+    def copy_engine(self) -> CopyEngine:
         return SyncCopies()
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
@@ -195,7 +195,7 @@ class CudaDevice:
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
 
-    def lane(self) -> CopyEngine:
+    def copy_engine(self) -> CopyEngine:
         return StreamCopies(self.memory.device)
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:

@@ -26,7 +26,7 @@ from engine.forward.attention import Backend
 from engine.forward.batch import Batch
 from engine.forward.model import ExecutionPath, Model, ModelLike, module_of, open_model, streamed_of, weights_moved
 from engine.forward.sampling import PendingTokens
-from engine.forward.self_check import LoadedModel, judge, try_out
+from engine.forward.self_check import LoadedModel, check_model, try_out
 from engine.kv.copies import Copied
 from engine.kv.pages import PagedKV
 from engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
@@ -149,7 +149,7 @@ class Worker:
         """Undo `sleep` for the named parts, None = for all that is asleep. Raises ValueError where one of them is awake, and
         what taking the memory raises: that part sleeps on then."""
         for tag in parts_to_wake(tags, self.asleep):
-            (self.weights.restore_memory if tag == "weights" else self.kv.take_back)()
+            (self.weights.restore_memory if tag == "weights" else self.kv.restore)()
             self.asleep.remove(tag)
 
     # ── warm-up ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,7 +224,7 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8))
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
-        judge(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
+        check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
     return kernels
 
 
@@ -236,7 +236,7 @@ def take_kv(config: EngineConfig, device: Device, model: ModelLike) -> PagedKV:
     on_device = blocks_on_device(config, block_bytes, memory)
     on_host = blocks_in_host_memory(config, block_bytes, on_device, memory)
     take_now = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
-    kv = PagedKV(kept, config.block_size, on_device, on_host, memory, device.lane(), take_now)
+    kv = PagedKV(kept, config.block_size, on_device, on_host, memory, device.copy_engine(), take_now)
     check_tables(config, min(-(-model.context // config.block_size), on_device))
     return kv
 

@@ -100,7 +100,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """replica processes on this host, which share its cores or GPUs; 0 = no fleet, this process runs the engine"""
     replica_grace_s: float = 60.0
     """seconds that a group waits while no replica is serving; then it ends as "error" """
-    front_grace_s: float = 60.0
+    router_grace_s: float = 60.0
     """with a journal: seconds that replicas keep running after they declare the front dead (client_grace_s); a new front with
     the same journal takes them over"""
     listen_replicas: str | None = None
@@ -120,7 +120,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replica"""
 
     @property
-    def is_front(self) -> bool:
+    def is_router(self) -> bool:
         """Whether this process is a front: it has replicas instead of an engine."""
         return bool(self.replicas) or self.listen_replicas is not None
 
@@ -132,9 +132,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"replica_grace_s={self.replica_grace_s}: must be 0 or positive")
         if self.ray_cpus is not None and not self.ray_cpus >= 1:
             raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
-        if not self.front_grace_s > 0:
-            raise ValueError(f"front_grace_s={self.front_grace_s}: must be positive")
-        _check_seconds(self, "replica_grace_s", "front_grace_s")
+        if not self.router_grace_s > 0:
+            raise ValueError(f"router_grace_s={self.router_grace_s}: must be positive")
+        _check_seconds(self, "replica_grace_s", "router_grace_s")
 
     def check(self) -> None:
         """Raises ValueError for fields that exclude or require each other."""

@@ -51,7 +51,7 @@ def test_the_other_bounds_are_the_constants() -> None:
 
 def test_every_message_and_every_kind_of_refusal_is_described() -> None:
     text = (DOCS / "wire.md").read_text()
-    unions = (m.ClientMessage, m.ServiceMessage, m.ReplicaMessage, m.FrontMessage)
+    unions = (m.ClientMessage, m.ServiceMessage, m.ReplicaMessage, m.RouterMessage)
     for message in (message for union in unions for message in get_args(union)):
         assert re.search(rf"\b{message.__name__}\b", text), message
     told_by_the_client_itself = {"error", "service_lost", "request_timeout", "client_closed"}

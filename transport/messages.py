@@ -443,7 +443,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 ReplicaMessage = Join | Leave
-FrontMessage = Joined | Refused
+RouterMessage = Joined | Refused
 
 WeightMessage = Begin | Chunk | Prepare | Commit | Abandon
 AdminMessage = WeightsRequest | Share | Control | Replicas | Sleep | Wake

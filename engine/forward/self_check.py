@@ -80,7 +80,7 @@ class LoadedModel(NamedTuple):
     """geometry of the KV pools"""
 
 
-def judge(served: LoadedModel) -> None:
+def check_model(served: LoadedModel) -> None:
     """Compare the engine with the plain forward. Raises UnsupportedModel with the difference, or with the reason why they
     cannot be compared."""
     began, model = time.perf_counter(), served.model

@@ -68,7 +68,7 @@ class BlockPool:
     def used(self) -> int:
         return self.size - len(self._free)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate a slot. Raises OutOfBlocks."""
         if not self._free:
             raise OutOfBlocks

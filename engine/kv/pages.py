@@ -89,13 +89,13 @@ class PagedKV:
         device_blocks: int,
         host_blocks: int,
         memory: DeviceMemory,
-        lane: CopyEngine | None = None,
+        copy_engine: CopyEngine | None = None,
         take_now: tuple[bool, bool] = (False, False),
     ) -> None:
         """Allocate both pools.
 
         Args:
-            lane: runs the copies of a step; None: `SyncCopies`.
+            copy_engine: runs the copies of a step; None: `SyncCopies`.
             take_now: whether to commit the memory of the device pool and of the host pool now, so that no step waits for page
                 faults; otherwise pages are committed at their first use.
 
@@ -121,7 +121,7 @@ class PagedKV:
             if now:
                 _populate(mapped)
         self.memory = memory
-        self.lane: CopyEngine = SyncCopies() if lane is None else lane
+        self.copy_engine: CopyEngine = SyncCopies() if copy_engine is None else copy_engine
         self._rows = self.data.flatten(1)
         self._host_rows = self.host.flatten(1)
         self._copy = Copy(
@@ -137,12 +137,12 @@ class PagedKV:
 
     @property
     def stays(self) -> bool:
-        """Whether the pool keeps its address from `release` to `take_back`."""
+        """Whether the pool keeps its address from `release` to `restore`."""
         return self._region is not None or self._map is not None
 
     def release(self) -> None:
         """Free the memory of the device pool; its contents are lost. Its shape stays, and its address if `stays`."""
-        self.lane.finish()
+        self.copy_engine.finish()
         if self._region is not None:
             self._region.release()
         elif self._map is not None:
@@ -150,7 +150,7 @@ class PagedKV:
         else:
             self.data.untyped_storage().resize_(0)
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Re-allocate the device pool, filled with zeros."""
         if self._region is not None:
             self._region.restore()
@@ -172,7 +172,7 @@ class PagedKV:
             The copies that finished since the last call; on the CPU, the copies of this call.
         """
         claims = AllSlots() if spans is None else StepClaims(len(self.data), self.block_size, spans)
-        return self.lane.run(moves, self._copy, claims)
+        return self.copy_engine.run(moves, self._copy, claims)
 
 
 class Cells(NamedTuple):

@@ -69,7 +69,7 @@ class BlockPlacement:
     def _into_host(self, block: Block) -> tuple[int, int]:
         """Allocate a host slot for a block. Returns (device slot, host slot)."""
         assert block.device is not None and block.host is None
-        block.host = self.host.take()
+        block.host = self.host.allocate()
         self.host.holder[block.host] = block
         self.to_host.append(block)
         return block.device, block.host

@@ -33,9 +33,9 @@ class BlockStore:
 
     def __init__(self, device_blocks: int, host_blocks: int, keep: bool = True) -> None:
         """keep: blocks without owners stay in the prefix index."""
-        self.homes = BlockPlacement(device_blocks, host_blocks)
-        self.device = self.homes.device
-        self.host = self.homes.host
+        self.placement = BlockPlacement(device_blocks, host_blocks)
+        self.device = self.placement.device
+        self.host = self.placement.host
         self.index = PrefixIndex()
         self.keep = keep
         self.cached: OrderedDict[Block, None] = OrderedDict()
@@ -49,7 +49,7 @@ class BlockStore:
     @property
     def moves(self) -> BlockCopies:
         """Copies of the step being planned."""
-        return self.homes.moves
+        return self.placement.moves
 
     @property
     def available(self) -> int:
@@ -66,14 +66,14 @@ class BlockStore:
         return self.device.used - len(self.cached)
 
     # ── reference counts ──────────────────────────────────────────────────────────────────────────────────────────────
-    def new(self, version: int) -> Block:
+    def allocate(self, version: int) -> Block:
         """Allocate a block on the device with one owner, which uses it. Raises OutOfBlocks."""
-        slot = self._take_device()
+        slot = self._allocate_device()
         block = Block(slot, version)
-        self.homes.settle(slot, block)
+        self.placement.settle(slot, block)
         return block
 
-    def adopt(self, block: Block) -> None:
+    def retain(self, block: Block) -> None:
         """Add an owner that does not use the block yet."""
         assert not block.lost
         if block.owners == 0:
@@ -88,25 +88,25 @@ class BlockStore:
         for block in blocks:
             block.owners += 1
 
-    def pin(self, block: Block, full: bool) -> None:
+    def activate(self, block: Block, full: bool) -> None:
         """Add a user, one of the owners; restore the block if needed. A partial block's host copy is freed after this step.
         Raises OutOfBlocks."""
         assert block.owners > block.users and not block.lost
         if block.device is None:
-            self.homes.restore(block, self._take_device())
+            self.placement.restore(block, self._allocate_device())
         if not full and block.host is not None:
-            self.homes.stale_hosts[block] = None
+            self.placement.stale_hosts[block] = None
         self.idle.pop(block, None)
         block.users += 1
 
-    def unpin(self, block: Block) -> None:
+    def deactivate(self, block: Block) -> None:
         """Remove a user, which stays an owner."""
         assert block.users > 0
         block.users -= 1
         if block.users == 0:
             self.idle[block] = None
 
-    def disown(self, block: Block, used: bool) -> None:
+    def release(self, block: Block, used: bool) -> None:
         """Remove an owner. used: also a user. Without owners, a full block stays in the prefix index, another one is freed."""
         assert block.owners > 0 and block.users >= used
         block.owners -= 1
@@ -126,11 +126,11 @@ class BlockStore:
         in host memory if there is room, and lose the block otherwise."""
         assert block.users == 1 and block.owners > 1 and block.device is not None
         if block.host is None and self._host_room():
-            self.homes.offload(block)
-        self.homes.stale_hosts.pop(block, None)
+            self.placement.offload(block)
+        self.placement.stale_hosts.pop(block, None)
         mine = Block(block.device, block.version)
         mine.later = block.later
-        self.homes.settle(block.device, mine)
+        self.placement.settle(block.device, mine)
         block.device = None
         block.users = 0
         block.owners -= 1
@@ -141,10 +141,10 @@ class BlockStore:
     def copy(self, block: Block) -> Block:
         """Copy a shared block for one of its users, which releases it. Returns the private copy. Raises OutOfBlocks."""
         assert block.users >= 1 and block.owners > 1
-        mine = self.new(block.version)
+        mine = self.allocate(block.version)
         mine.later = block.later
-        self.homes.copy(block, to=mine)
-        self.disown(block, used=True)
+        self.placement.copy(block, to=mine)
+        self.release(block, used=True)
         return mine
 
     # ── eviction and offload ──────────────────────────────────────────────────────────────────────────────────────────
@@ -154,7 +154,7 @@ class BlockStore:
         if block.host is None:
             if not self._host_room():
                 return False
-            self.homes.offload(block)
+            self.placement.offload(block)
         self._leave_device(block)
         return True
 
@@ -168,7 +168,7 @@ class BlockStore:
     def prefetch(self, block: Block) -> None:
         """Restore a block whose owners wait, during the step's compute. It stays idle. Raises OutOfBlocks."""
         assert block.owners > block.users == 0
-        self.homes.restore(block, self._take_device(), ahead=True)
+        self.placement.restore(block, self._allocate_device(), ahead=True)
         self.idle[block] = None
 
     def free_ahead(self, slots: int) -> None:
@@ -180,7 +180,7 @@ class BlockStore:
         """Copy a full block to host memory; it stays on the device. Returns False if host memory is full."""
         assert block.device is not None and block.host is None
         if room := self.host.free > 0:
-            self.homes.mirror(block)
+            self.placement.mirror(block)
         return room
 
     def offload_all(self) -> None:
@@ -205,27 +205,27 @@ class BlockStore:
     # ── the step's copies ─────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self) -> None:
         """Start collecting the copies of a step."""
-        self.homes.begin()
+        self.placement.begin()
 
     def moved(self) -> None:
         """Record that the step's copies are done, and free the host copies that are outdated now."""
-        for block in self.homes.stale_hosts:
+        for block in self.placement.stale_hosts:
             self._drop_host(block)
-        self.homes.clear()
+        self.placement.clear()
 
     def move_failed(self) -> set[Block]:
         """Record that the step's copies failed. Returns the blocks with invalid bytes on the device. The scheduler resets the
         sequences that use them, then calls `discard`."""
-        for block in [*self.homes.to_host, *self.homes.stale_hosts]:  # incomplete or outdated
+        for block in [*self.placement.to_host, *self.placement.stale_hosts]:  # incomplete or outdated
             self._drop_host(block)
             if block.owners == 0 and block.device is None:
                 self._destroy(block)
             elif block.lost:
                 self.index.remove(block)
-        broken = {block for block in self.homes.to_device if block.device is not None}
+        broken = {block for block in self.placement.to_device if block.device is not None}
         for block in broken:
             self.index.remove(block)
-        self.homes.clear()
+        self.placement.clear()
         return broken
 
     def discard(self, broken: Iterable[Block]) -> None:
@@ -237,17 +237,17 @@ class BlockStore:
                 self._leave_device(block)
 
     # ── private ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _take_device(self) -> int:
+    def _allocate_device(self) -> int:
         if not self.device.free:
             self._evict_cached()
-        return self.device.take()
+        return self.device.allocate()
 
     def _evict_cached(self) -> None:
         if not self.cached:
             raise OutOfBlocks
         block, _ = self.cached.popitem(last=False)
         if block.host is None and self._host_room():
-            self.homes.offload(block)
+            self.placement.offload(block)
         if block.host is None:
             self._destroy(block)
         else:
@@ -263,12 +263,12 @@ class BlockStore:
 
     def _leave_device(self, block: Block) -> None:
         assert block.users == 0
-        self.homes.release_device(block)
+        self.placement.release_device(block)
         self.idle.pop(block, None)
         self.cached.pop(block, None)
 
     def _drop_host(self, block: Block) -> None:
-        self.homes.release_host(block)
+        self.placement.release_host(block)
         self.cached_host.pop(block, None)
 
     def _destroy(self, block: Block) -> None:

@@ -23,8 +23,8 @@ class BlockTables:
         while block := self._next_known(seq, version):
             if block.device is None and not self.store.available:
                 return
-            self.store.adopt(block)
-            self.store.pin(block, full=True)
+            self.store.retain(block)
+            self.store.activate(block, full=True)
             seq.add_block(block)
             self._found(seq)
 
@@ -34,7 +34,7 @@ class BlockTables:
         while block := self._next_known(seq, version):
             if not block.users:
                 return
-            self.store.adopt(block)
+            self.store.retain(block)
             seq.blocks.append(block)
             self._found(seq)
 
@@ -63,7 +63,7 @@ class BlockTables:
             if seq.blocks[-1].version != version:
                 seq.blocks[-1].write(seq.cached % size, version)
         while len(seq.blocks) < -(-cached // size):
-            seq.add_block(self.store.new(version))
+            seq.add_block(self.store.allocate(version))
 
     def fill(self, seq: Sequence, start: int) -> None:
         """Index the blocks that became full since token `start`, all of whose tokens are known."""
@@ -120,7 +120,7 @@ class BlockTables:
     def truncate(self, seq: Sequence, blocks: int) -> None:
         """Release all but the first `blocks`."""
         for block in reversed(seq.blocks[blocks:]):
-            self.store.disown(block, used=seq.running)
+            self.store.release(block, used=seq.running)
         seq.cut_blocks(blocks)
         seq.cached = min(seq.cached, blocks * self.block_size)
         seq.mirrored = min(seq.mirrored, blocks)

@@ -173,10 +173,10 @@ class PinnedKV:
         seq.cached = min(seq.cached, seq.num_prompt + len(seq.output) - 1)
         blocks = -(-seq.cached // self.tables.block_size)
         for block in reversed(seq.blocks[blocks:]):
-            self.store.disown(block, used=ran)
+            self.store.release(block, used=ran)
         seq.cut_blocks(blocks)
         for block in seq.blocks if ran else ():
-            self.store.unpin(block)
+            self.store.deactivate(block)
         key = _id(seq)
         self.release(*key)
         self._children[key], self._on_device[key] = seq, None

@@ -115,7 +115,7 @@ class SchedulerState:
         self.waiting.remove(seq, served=True)
         seq.state.started = True
         for i, block in enumerate(seq.blocks):
-            self.store.pin(block, full=i < seq.cached // self.config.block_size)
+            self.store.activate(block, full=i < seq.cached // self.config.block_size)
         self.table.enter(seq, least_run)
 
     def stop(self, seq: Sequence, held: bool = False) -> None:
@@ -123,7 +123,7 @@ class SchedulerState:
         assert not seq.pending, "a sequence stops while a token of it is pending"
         self.table.leave(seq)
         for block in seq.blocks:
-            self.store.unpin(block)
+            self.store.deactivate(block)
         seq.held = held
         self.waiting.put(seq)
 
@@ -140,7 +140,7 @@ class SchedulerState:
             self.store.share(child.blocks)
             if self.table.has_place and child.index not in state.resumed:
                 for block in child.blocks:
-                    self.store.pin(block, full=True)
+                    self.store.activate(block, full=True)
                 self.table.enter(child, self.config.advanced.min_run_tokens)
             else:
                 self.waiting.put(child)
@@ -180,7 +180,7 @@ class SchedulerState:
                 self.pinned.pin(seq, now + kv_ttl_s, ran)
                 return
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
-            self.store.disown(block, used=ran)
+            self.store.release(block, used=ran)
         seq.blocks.clear()
 
     def finish_all(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:

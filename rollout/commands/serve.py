@@ -35,7 +35,7 @@ def run(args: ServeArgs) -> int:
     if args.restart:
         return keep_serving(config, stop, args.ready_file)
     with ExitStack() as stack:
-        if config.fleet.is_front:
+        if config.fleet.is_router:
             from rollout.commands import serve_fleet
 
             service = stack.enter_context(serve_fleet.fleet_service(config, open_journal(config)))

@@ -180,7 +180,7 @@ def replica_command(toml: Path, folder: RouterFolder, name: str) -> list[str]:
 
 def replica_config(config: Config, engine: EngineConfig) -> Config:
     """Return the configuration of a replica: clients and metrics are the router's."""
-    alone_s = None if config.service.journal is None else config.fleet.front_grace_s
+    alone_s = None if config.service.journal is None else config.fleet.router_grace_s
     service = msgspec.structs.replace(config.service, keys=None, journal=None, exit_without_clients_s=alone_s)
     return msgspec.structs.replace(config, engine=engine, service=service, tracking=TrackingConfig(), fleet=FleetConfig())
 

@@ -40,7 +40,7 @@ class JoinClient:
         self._end = ClientEnd(router, Limits())
         self._join = m.Join(m.PROTOCOL, name, secrets.token_hex(16), address, server, os.getpid())
         self._on_leave = on_leave
-        self._decoder: Decoder[m.FrontMessage] = Decoder(m.FrontMessage, Limits())
+        self._decoder: Decoder[m.RouterMessage] = Decoder(m.RouterMessage, Limits())
         self._closing = False
         self._leaving = False
         """the router has asked this process to stop"""
@@ -76,7 +76,7 @@ class JoinClient:
         elif not self._end.connected:
             self._log(f"no router at {self._end.address}")
 
-    def _answered(self, answer: m.FrontMessage) -> None:
+    def _answered(self, answer: m.RouterMessage) -> None:
         if isinstance(answer, m.Refused):
             self._log(f"the router refuses: {answer.message}")
             return

@@ -102,7 +102,7 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
 def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
     monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
-    monkeypatch.setattr("engine.worker.judge", lambda served: None)  # takes seconds in the interpreter
+    monkeypatch.setattr("engine.worker.check_model", lambda served: None)  # takes seconds in the interpreter
     settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
         cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,

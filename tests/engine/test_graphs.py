@@ -41,7 +41,7 @@ def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 8)
         patch.setattr("engine.worker.try_out", lambda *_: None)
-        patch.setattr("engine.worker.judge", lambda *_: None)
+        patch.setattr("engine.worker.check_model", lambda *_: None)
         yield
 
 

@@ -257,9 +257,9 @@ def test_both_lanes_move_the_same_bytes() -> None:
         kv.data.copy_(torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.data))
         kv.host.copy_(10 + torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.host))
         if aside:
-            kv.lane = StreamCopies(CUDA, FakeCuda(random.Random(0)))
+            kv.copy_engine = StreamCopies(CUDA, FakeCuda(random.Random(0)))
         copied = kv.move(moves)
         assert aside or (copied.blocks == 5 and copied.seconds > 0)
         results.append((kv.data[:, 0, 0, 0, 0, 0].tolist(), kv.host[:, 0, 0, 0, 0, 0].tolist()))
     assert results[0] == results[1] == ([10.0, 10.0, 10.0], [10.0, 0.0, 10.0])
-    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, HostMemory()).lane, SyncCopies)
+    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, HostMemory()).copy_engine, SyncCopies)

@@ -168,7 +168,10 @@ def bad(**changes: Any) -> tuple[Named, Adapter]:
         (bad(tensors={Q + ".A": torch.ones(4, 64).double()}), "A is float64, B is float32"),
         (bad(tensors={Q + ".A": torch.ones(3, 64)}), "must be .rank, in. and .out, rank."),
         (bad(tensors={Q + ".A": torch.ones(65, 64), Q + ".B": torch.ones(64, 65)}), "rank 65 is above"),
-        (bad(targets=[LoraTarget(Q, Q + ".A", Q + ".B", 1.0), LoraTarget(Q, "A", "B", 1.0)], tensors=TWO), "changes it more than once"),
+        (
+            bad(targets=[LoraTarget(Q, Q + ".A", Q + ".B", 1.0), LoraTarget(Q, "A", "B", 1.0)], tensors=TWO),
+            "more than once",
+        ),
         (bad(tensors={"model.nothing": torch.ones(2)}), "no tensor of this name"),
         (bad(tensors={Q + ".B": torch.full((64, 4), 1e38), Q + ".A": torch.full((4, 64), 1e38)}), "overflows"),
         (bad(tensors={Q + ".B": torch.full((64, 4), float("nan"))}), "NaN"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
-from engine.forward.self_check import LoadedModel, judge
+from engine.forward.self_check import LoadedModel, check_model
 from engine.kv.pages import KVGeometry, PagedKV
 from engine.memory import HostMemory
 from tests.support import families
@@ -184,14 +184,14 @@ def test_positions_near_the_end_of_the_context_are_judged(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine.model, "forward", wrong_from_400_on)
     with pytest.raises(UnsupportedModel, match="at positions 416 to 511"):
-        judge(LoadedModel(engine.model, engine.worker.backend, 8, 128, HostMemory(), engine.model.geometry))
+        check_model(LoadedModel(engine.model, engine.worker.backend, 8, 128, HostMemory(), engine.model.geometry))
 
 
 def test_what_goes_wrong_while_judging_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine("llama")
     monkeypatch.setattr(engine.worker.backend, "attend", lambda *_: 1 / 0)
     with pytest.raises(UnsupportedModel, match="cannot be compared: ZeroDivisionError: division by zero"):
-        judge(LoadedModel(engine.model, engine.worker.backend, 8, 128, HostMemory(), engine.model.geometry))
+        check_model(LoadedModel(engine.model, engine.worker.backend, 8, 128, HostMemory(), engine.model.geometry))
 
 
 def test_the_judge_leaves_a_model_as_it_was() -> None:

@@ -25,7 +25,7 @@ class Setting:
     def _run(self, number: int, client: str) -> None:
         group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
         seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
-        seq.blocks, seq.cached = [self.store.new(version=0)], 4
+        seq.blocks, seq.cached = [self.store.allocate(version=0)], 4
         self.state.table.enter(seq, self.state.config.advanced.min_run_tokens)
 
     def victims(self) -> list[Sequence]:
@@ -95,7 +95,7 @@ def test_blocks_that_others_use_stay_on_the_device() -> None:
     s = Setting(device_blocks=2, sequences=1, host_blocks=1)
     (seq,) = s.running
     s.store.share(seq.blocks)
-    s.store.pin(seq.blocks[0], full=True)
+    s.store.activate(seq.blocks[0], full=True)
     s.state.stop(seq)
     assert offload(s.state, seq) and seq.blocks[0].device is not None
 

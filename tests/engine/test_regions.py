@@ -114,7 +114,7 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
         kv.release()
         assert not driver.mapped and kv.stays
         weights.restore_memory()
-        kv.take_back()
+        kv.restore()
         assert kv.data.data_ptr() == address and not kv.data.any() and sum(driver.mapped.values()) == awake
     assert len(taken) == 1
 

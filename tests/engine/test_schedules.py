@@ -144,7 +144,7 @@ def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def extend(self: BlockTables, seq: Sequence, cached: int, version: int) -> None:
         while len(seq.blocks) < -(-cached // self.block_size):
-            seq.add_block(self.store.new(version))
+            seq.add_block(self.store.allocate(version))
 
     monkeypatch.setattr(BlockTables, "extend", extend)
 
@@ -182,7 +182,7 @@ def patch_failed_host(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = BlockStore.move_failed
 
     def trust(self: BlockStore) -> set[object]:
-        self.homes.to_host.clear()
+        self.placement.to_host.clear()
         return failed(self)  # type: ignore[return-value]
 
     monkeypatch.setattr(BlockStore, "move_failed", trust)

@@ -240,7 +240,7 @@ def test_a_part_that_finds_no_memory_sleeps_on(monkeypatch: pytest.MonkeyPatch) 
     engine.submit(groups(1)[0])
     engine.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.worker.kv, "take_back", lambda: (_ for _ in ()).throw(MemoryError("the trainer has it")))
+        patch.setattr(engine.worker.kv, "restore", lambda: (_ for _ in ()).throw(MemoryError("the trainer has it")))
         with pytest.raises(MemoryError):
             engine.wake()
     assert engine.status()["asleep"] == ["kv"] and not engine.has_work

@@ -27,7 +27,7 @@ def test_under_pressure_as_with_room(ahead: bool) -> None:
     counters = tight.counters
     assert counters.offloads > 0 and counters.restored_blocks > 0 and counters.recomputed_tokens == 0
     assert counters.move_seconds > 0 and tight.scheduler.state.rates.copy_blocks_per_second > 0
-    assert isinstance(tight.worker.kv.lane, StreamCopies) == (DEVICE == "cuda")
+    assert isinstance(tight.worker.kv.copy_engine, StreamCopies) == (DEVICE == "cuda")
 
 
 def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
@@ -48,7 +48,7 @@ def wrong_blocks(kv: PagedKV, rounds: int = 12) -> int:
         kv.data[3].fill_(-2)
         kv.move(BlockCopies(restores=[(4 + host, 5)]))
         wrong += sum(not bool((block == value).all()) for block in (back, copied, kv.data[5].clone()))
-    kv.lane.finish()
+    kv.copy_engine.finish()
     return wrong
 
 
@@ -71,7 +71,7 @@ def test_copies_wait_for_the_compute_and_it_for_them() -> None:
     device = torch.device(DEVICE)
     kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), StreamCopies(device))
     assert wrong_blocks(kv) == 0
-    kv.lane = Hasty(device)
+    kv.copy_engine = Hasty(device)
     assert wrong_blocks(kv) > 0
 
 
@@ -102,6 +102,6 @@ def test_copies_run_while_the_device_computes() -> None:
     torch.cuda._sleep(1000 * BUSY_CYCLES)
     done.record()
     kv.move(BlockCopies(offloads=[(0, 0)], prefetches=[(2, 5)]), nobody)
-    kv.lane.finish()
+    kv.copy_engine.finish()
     assert not done.query(), "a copy waited for compute that uses none of its slots"
     torch.cuda.synchronize()

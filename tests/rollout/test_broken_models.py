@@ -60,7 +60,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         with_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "bitsandbytes",
     ),
     "code of its own": (
-        with_config(model_type="their_own", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}), "which is never run",
+        with_config(model_type="their_own", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}), "never run",
     ),
     "a layer that is not served": (with_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
 }  # fmt: skip

@@ -57,7 +57,7 @@ def samples() -> dict[tuple[str, int], Sample]:
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.devices.CpuDevice.equip", lambda *_: None)  # a CPU's own products are others
-        patch.setattr("engine.worker.judge", lambda served: None)  # it has a test of its own, and takes a minute here
+        patch.setattr("engine.worker.check_model", lambda served: None)  # it has a test of its own, and takes a minute here
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
     return run(

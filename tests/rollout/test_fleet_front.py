@@ -487,7 +487,7 @@ def test_rollout_serve_goes_on_with_its_replicas(tiny_config: Config, tmp_path: 
     """The command line, a model, a refresh, SIGKILL of the front: the same replicas serve the refreshed weights."""
     endpoint, toml = f"tcp://127.0.0.1:{free_port()}", tmp_path / "config.toml"
     toml.write_text(dump(tiny_config))
-    flags = ["--config", str(toml), "--service.endpoint", endpoint, "--replicas", "2", "--fleet.front-grace-s", "5"]
+    flags = ["--config", str(toml), "--service.endpoint", endpoint, "--replicas", "2", "--fleet.router-grace-s", "5"]
     command = [sys.executable, "-m", "rollout", "serve", *flags, "--journal", str(tmp_path / "journal")]
 
     def start(life: int) -> subprocess.Popen[bytes]:

@@ -110,7 +110,7 @@ class Front:
             keys = files.add(self.file, name, roles, self.folder / f"{name}.json", self.end.endpoint)
             self.end.keys.reload()  # type: ignore[union-attr]
         dealer = RawDealer(self.end.endpoint, keys)
-        dealer._decoder = Decoder(m.FrontMessage, Limits())  # type: ignore[assignment]
+        dealer._decoder = Decoder(m.RouterMessage, Limits())  # type: ignore[assignment]
         self.dealers.append(dealer)
         return dealer
 
@@ -244,7 +244,7 @@ def test_the_router_s_own_processes_have_an_address_and_names_of_their_own() -> 
     own = {"local-0": 7}
     joins = JoinListener(JoinEndpoint(theirs), JoinEndpoint(ours, lambda name, pid: own.get(name) == pid))
     answers: list[Any] = []
-    noted = lambda peer, frames: bool(answers.append(Decoder(m.FrontMessage, Limits()).unpack(frames)))  # noqa: E731
+    noted = lambda peer, frames: bool(answers.append(Decoder(m.RouterMessage, Limits()).unpack(frames)))  # noqa: E731
     ours.send = theirs.send = noted  # type: ignore[method-assign, assignment]
 
     def events() -> list[tuple[str, bool, bool]]:

@@ -127,7 +127,7 @@ class Threads:
         return [(name.encode(), list(pack(join))) for name, join in self._joins.items()]
 
     def send(self, peer: bytes, frames: list[Any]) -> bool:
-        answer = Decoder(m.FrontMessage, Limits()).unpack(list(map(bytes, frames)))
+        answer = Decoder(m.RouterMessage, Limits()).unpack(list(map(bytes, frames)))
         assert isinstance(answer, m.Joined), answer
         if answer.leave:
             self.leave(peer.decode())

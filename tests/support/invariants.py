@@ -56,7 +56,7 @@ def check_table(table: RunningTable) -> None:
 
 def check_store(store: BlockStore, owners: dict[Block, int], users: dict[Block, int]) -> None:
     """Assert all invariants. owners, users: number of sequences that hold and that use each block."""
-    living = check_homes(store.homes)
+    living = check_placement(store.placement)
     for block in living | owners.keys():
         assert block.owners == owners.get(block, 0), "wrong number of owners"
         assert block.users == users.get(block, 0), "wrong number of users"
@@ -69,10 +69,10 @@ def check_store(store: BlockStore, owners: dict[Block, int], users: dict[Block, 
     assert not store.index.keys() - {block.key for block in living}, "the index has a freed block"
 
 
-def check_homes(homes: BlockPlacement) -> set[Block]:
+def check_placement(placement: BlockPlacement) -> set[Block]:
     """Assert that slots and blocks agree. Returns all blocks that have a slot."""
     living: set[Block] = set()
-    for pool, where in ((homes.device, "device"), (homes.host, "host")):
+    for pool, where in ((placement.device, "device"), (placement.host, "host")):
         blocks = [block for block in pool.holder if block is not None]
         assert len(blocks) + pool.free == pool.size and len(set(blocks)) == len(blocks)
         for slot, block in enumerate(pool.holder):
