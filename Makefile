@@ -19,6 +19,9 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
+# processes of pytest (pytest-xdist), each of which takes a file at a time
+JOBS ?= 2
+IN_PARALLEL := -n $(JOBS) --dist loadfile
 PLUGS := .venv-plugs
 RAY := .venv-ray
 DOCS := .venv-docs
@@ -31,7 +34,7 @@ CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifie
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
 	@echo "make quick   core tests, less than a minute: at each save"
-	@echo "make test    all tests of the default tier, in two processes; ARGS='-k fork' or a path selects"
+	@echo "make test    all tests of the default tier, in JOBS=2 processes; ARGS='-k fork' or a path selects, in one process"
 	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests"
 	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
 	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
@@ -65,12 +68,12 @@ model: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/rollout demo $(ARGS)
 
-# Half of the suite waits for processes of its own: the other half runs beside it. A path in ARGS runs alone.
+# What ARGS selects runs in one process: it is rarely worth the start of a second.
 test: model
-	@$(BIN)/python -m pytest -p tests.support.beside --beside=tests/engine --durations=15 --durations-min=2 $(ARGS)
+	@$(BIN)/python -m pytest $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 --durations-min=2 $(ARGS)
 
 nightly: model
-	@$(BIN)/python -m pytest -m 'long and not gpu and not plugs and not ray' --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -m 'long and not gpu and not plugs and not ray' $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 $(ARGS)
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
