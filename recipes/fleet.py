@@ -72,11 +72,11 @@ def address_of(options: Options) -> Iterator[str]:
 
 @contextmanager
 def joined_fleet(config: Config, replicas: int) -> Iterator[str]:
-    """Run a front, and replicas that join it, each as a shell on its own host would start it. Yields a connection file."""
+    """Run a router, and replicas that join it, each as a shell on its own host would start it. Yields a connection file."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         keys, ready, toml = folder / "service.json", folder / "ready", folder / "config.toml"
-        front, joins = free_port(), free_port()
+        router, joins = free_port(), free_port()
         rollout = [sys.executable, "-m", "rollout"]
         toml.write_text(dump(config))
 
@@ -88,10 +88,10 @@ def joined_fleet(config: Config, replicas: int) -> Iterator[str]:
             child = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
             stack.callback(child.terminate)
 
-        run("keys", "init", "--address", f"tcp://127.0.0.1:{front}")
+        run("keys", "init", "--address", f"tcp://127.0.0.1:{router}")
         run("keys", "add", "trainer", "--role", "rollout", "weights", "read")
         run("keys", "add", "gpu", "--role", "replica", "--address", f"tcp://127.0.0.1:{joins}")
-        at = ["--service.endpoint", f"tcp://127.0.0.1:{front}", "--service.keys", str(keys)]
+        at = ["--service.endpoint", f"tcp://127.0.0.1:{router}", "--service.keys", str(keys)]
         start(*at, "--listen-replicas", f"tcp://127.0.0.1:{joins}", "--ready-file", str(ready))
         for i in range(replicas):
             start("--join", str(folder / "gpu.json"), "--fleet.name", f"host-{i}")

@@ -72,7 +72,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     exit_when_stalled_s: float | None = None
     """exit if a loop iteration exceeds this many seconds (for supervisors); default: never"""
     exit_without_clients_s: float | None = None
-    """exit after this many seconds without a client (for replicas whose front does not return); default: never"""
+    """exit after this many seconds without a client (for replicas whose router does not return); default: never"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and what it accepts."""
@@ -101,10 +101,10 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replica_grace_s: float = 60.0
     """seconds that a group waits while no replica is serving; then it ends as "error" """
     router_grace_s: float = 60.0
-    """with a journal: seconds that replicas keep running after they declare the front dead (client_grace_s); a new front with
+    """with a journal: seconds that replicas keep running after they declare the router dead (client_grace_s); a new router with
     the same journal takes them over"""
     listen_replicas: str | None = None
-    """address at which the front accepts replicas that were started elsewhere; without --service.keys loopback only"""
+    """address at which the router accepts replicas that were started elsewhere; without --service.keys loopback only"""
     ray: str | None = None
     """place replicas with Ray: "local" = Ray on this machine, or a cluster ("auto", HOST:PORT); needs rollout[ray]"""
     ray_join: str | None = None
@@ -113,15 +113,15 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ray_cpus: float | None = None
     """CPUs that Ray reserves per replica; default: the cluster's CPUs divided by the number of replicas"""
     join: str | None = None
-    """run as a replica: join the front at this address, or use a connection file from
+    """run as a replica: join the router at this address, or use a connection file from
     `rollout keys add NAME --role replica --address …`"""
     name: str | None = None
-    """name of this replica in the front's status; default: HOST-PID. A process that restarts under the same name is the same
+    """name of this replica in the router's status; default: HOST-PID. A process that restarts under the same name is the same
     replica"""
 
     @property
     def is_router(self) -> bool:
-        """Whether this process is a front: it has replicas instead of an engine."""
+        """Whether this process is a router: it has replicas instead of an engine."""
         return bool(self.replicas) or self.listen_replicas is not None
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.ray is not None and not self.replicas:
             raise ValueError(f"ray={self.ray!r} without replicas: say how many")
         if self.join is not None and (self.replicas or self.listen_replicas is not None):
-            raise ValueError("join together with replicas or listen_replicas: a process is a replica or a front, not both")
+            raise ValueError("join together with replicas or listen_replicas: a process is a replica or a router, not both")
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

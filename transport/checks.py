@@ -1,6 +1,6 @@
 """Checks of received samples and chunks against the request, before they are used.
 
-The client checks what its service sends, and a front what its replicas send, for the group as they submitted it. Possible but
+The client checks what its service sends, and a router what its replicas send, for the group as they submitted it. Possible but
 wrong tokens are not found here; docs/fleet.md describes what finds those.
 """
 

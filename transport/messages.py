@@ -2,7 +2,7 @@
 
     client -> service:  Hello Submit Abort Ack StatusRequest Heartbeat Goodbye
                         Begin Chunk Prepare Commit Abandon WeightsRequest Share Control Replicas Sleep Wake
-    replica -> front:   Join Leave          front -> replica:   Joined Refused
+    replica -> router:   Join Leave          router -> replica:   Joined Refused
     service -> client:  Welcome Refused SamplesDone Progress StatusReply Alive Closing
                         Lease Staged Applied Asleep Done
 
@@ -29,7 +29,7 @@ PROTOCOL = 3
 DIGESTS = "digests"
 """capability of both ends: Alive and Submit name a weight version together with the digest of its weights"""
 GATHERS = "gathers"
-"""capability of a front: its samples may wait some milliseconds to share a message"""
+"""capability of a router: its samples may wait some milliseconds to share a message"""
 UNTAKEN_BYTES = 8 << 20
 """bytes that a client may send ahead of `Alive.taken_bytes`; the chunks of a refresh have their own window"""
 DIGEST_BYTES = 16
@@ -56,7 +56,7 @@ class Hello(msgspec.Struct, frozen=True, eq=False, tag="hello"):
     """[groups, DIGEST_BYTES] uint8: digests of the sent groups that the client still needs. The service drops the other groups
     of the session, which repairs a lost Abort or Ack"""
     alone: bool = False
-    """end all sessions of other fronts with this key: a front owns its replicas, so the previous front is dead"""
+    """end all sessions of other routers with this key: a router owns its replicas, so the previous router is dead"""
 
 
 class PackedChildren(msgspec.Struct, frozen=True, eq=False, forbid_unknown_fields=True):
@@ -112,7 +112,7 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     after: tuple[str, int] | None = None
     """(group id, index) of the child of this session that the group continues: a hint, see `Group.after`"""
     client: str = ""
-    """client of the front that sends this: the service shares its capacity between these, not between fronts"""
+    """client of the router that sends this: the service shares its capacity between these, not between routers"""
     require_digest: str = ""
     """refuse the group if the live weights have version `require_version` and another digest; empty for services without
     DIGESTS"""
@@ -178,7 +178,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, tag="chunk", forbid_unknown_f
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", forbid_unknown_fields=True):
-    """Ask for an answer when everything is staged and checked. A front that commits on several services sends it to all of them
+    """Ask for an answer when everything is staged and checked. A router that commits on several services sends it to all
     before the first Commit. Answer: Staged."""
 
     request_id: int
@@ -254,7 +254,7 @@ class Wake(msgspec.Struct, frozen=True, tag="wake", forbid_unknown_fields=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
-    """Answer to Hello. Unknown fields are ignored, as in Hello."""
+    """Answer to Hello. Unknown fields are ignored."""
 
     protocol: int
     hello: int
@@ -406,22 +406,22 @@ class Closing(msgspec.Struct, frozen=True, tag="closing", forbid_unknown_fields=
     reason: str
 
 
-# between a joining replica and its front, at the front's address for replicas
+# between a joining replica and its router, at the router's address for replicas
 
 
 ReplicaName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\d+\Z)[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}\Z")]
-"""not a number: those are names of replicas that a front starts itself"""
+"""not a number: those are names of replicas that a router starts itself"""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Join a front as a replica; repeated every second. Answer: Joined, or Refused. Unknown fields are ignored, as in Hello."""
+    """Join a router as a replica; repeated every second. Answer: Joined, or Refused. Unknown fields are ignored."""
 
     protocol: int
     name: ReplicaName
     incarnation: SessionId
     """of the process"""
     address: str
-    """of the replica's service, as the front reaches it"""
+    """of the replica's service, as the router reaches it"""
     server: str = ""
     """public key of that service; "": it has no keys"""
     pid: int = 0
@@ -435,7 +435,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """The front has the replica."""
+    """The router has the replica."""
 
     leave: Literal["", "restart", "stop"] = ""
     """request to shut down: "stop" for good, "restart" to be replaced by a new process"""

@@ -63,9 +63,9 @@ def run(args: ServeArgs) -> int:
 
 def clients_of(config: Config) -> str:
     """Tell people who may connect."""
-    front = config.fleet.join
-    if front is not None and "://" not in front:
-        return "for its front alone"  # by the keys that it makes for itself
+    router = config.fleet.join
+    if router is not None and "://" not in router:
+        return "for its router alone"  # by the keys that it makes for itself
     return "for this user on this host" if config.service.keys is None else "for those with keys"
 
 

@@ -68,7 +68,7 @@ class WeightsLike(LiveWeights, Protocol):
 
 @runtime_checkable
 class HasTensors(Protocol):
-    """Weights whose tensors are in this process; a front's are in its replicas."""
+    """Weights whose tensors are in this process; a router's are in its replicas."""
 
     @property
     def own(self) -> OwnTensors: ...

@@ -281,7 +281,7 @@ class Service:
         for unwanted in [accepted for accepted in session.groups.values() if accepted.digest not in wanted]:
             self._running.drop(session, unwanted)
         for other in self._sessions.others(session) if hello.alone else []:
-            self._forget(other, "another front has taken its place")
+            self._forget(other, "another router has taken its place")
         session.greeted(hello.capabilities, self._silence.now)
         answer = pack(welcome(hello, session, self._engine, self.incarnation, self._persistence.starts, self._limits))
         self._sessions.connect(session, peer, hello.number, answer)

@@ -123,7 +123,7 @@ class EngineGroups:
 
     @property
     def aborting(self) -> bool:
-        """Whether an aborted group has children that the engine has not returned. A front gets them from its replicas later."""
+        """Whether an aborted group has children that the engine has not returned. A router gets them later."""
         return self.has_aborts or self._groups.count(GroupStatus.ABORTING) > 0
 
     @property
@@ -155,7 +155,7 @@ class EngineGroups:
         self._groups.add(session, accepted)
 
     def _submit_to_engine(self, session: Session, group: Group, group_id: str, client: str = "") -> None:
-        """client: of the session, if that is a front. Raises InvalidRequest, GroupFailed."""
+        """client: of the session, if that is a router. Raises InvalidRequest, GroupFailed."""
         try:
             self._engine.submit(group, client=f"{session.number}.{client}" if client else str(session.number))
         except ValueError as error:

@@ -53,7 +53,7 @@ class SendLimits:
     progress_tokens: int = MOST_TOKENS
     """streamed tokens in one message"""
     gather_s: float = 0.02
-    """seconds that samples for a front may wait, so that one message has several"""
+    """seconds that samples for a router may wait, so that one message has several"""
 
 
 class GroupStatus(Enum):
@@ -288,7 +288,7 @@ class Session:
 
     def flush(self, send: Callable[[bytes, list[Frame]], bool], more_come: bool = False) -> bool:
         """Send messages until the connection accepts no more. Returns whether it stopped at `SendLimits.messages` instead.
-        more_come: samples of the next step follow soon, so those for a front wait up to `gather_s`."""
+        more_come: samples of the next step follow soon, so those for a router wait up to `gather_s`."""
         may_wait = more_come and self.gathers and not self._reply_bytes
         if self.peer is None or (may_wait and self._clock() - self._samples_at < self._limits.gather_s):
             return False
@@ -374,7 +374,7 @@ class Sessions:
         return len(self._by_id)
 
     def others(self, session: Session) -> list[Session]:
-        """List the other fronts with the same key. Clients are never in the list, whatever their Hello says."""
+        """List the other routers with the same key. Clients are never in the list, whatever their Hello says."""
         return [other for other in self if other is not session and other.key == session.key and other.gathers]
 
     def at(self, peer: bytes) -> Session | None:

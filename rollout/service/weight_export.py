@@ -48,7 +48,7 @@ class WeightExport:
     def ask(self, session: Session, request_id: int) -> None:
         """Reply once the weights are copied. Raises Busy, InvalidRequest."""
         if not isinstance(self._engine.weights, HasTensors):
-            raise InvalidRequest("this service has no weights of its own to share: it is a front, ask one of its replicas")
+            raise InvalidRequest("this service has no weights of its own to share: it is a router, ask one of its replicas")
         self._check()
         if len(self._waiting) >= MAX_WAITING:
             raise Busy(f"{len(self._waiting)} requests to share the weights wait; try again when they are answered")

@@ -374,7 +374,7 @@ def test_what_cannot_be_asked_of_a_replica(tmp_path: Path) -> None:
         return str(error.value)
 
     local = "tcp://127.0.0.1:5656"
-    assert "a replica or a front, not both" in serve("--join", local, "--replicas", "2")
+    assert "a replica or a router, not both" in serve("--join", local, "--replicas", "2")
     assert "makes its own keys" in serve("--join", local, "--service.keys", "x")
     assert "the router has the clients" in serve("--join", local, "--service.journal", "x")
     assert "not on this host" in (told := serve("--join", "tcp://10.0.0.5:5656")) and "--role replica" in told

@@ -23,7 +23,7 @@ SERVICE_TAG, CLIENT_TAG = "rollout service keys", "rollout connection"
 
 Role = Literal["rollout", "weights", "admin", "read", "replica"]
 """rollout: groups. weights: refreshes. admin: pause, drain, sleep, the end of all groups. read: status and metrics. replica:
-joins a front, and receives what the front's clients send"""
+joins a router, and receives what the router's clients send"""
 ROLES: tuple[Role, ...] = get_args(Role)
 Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")]
 """32 bytes in Z85"""
