@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.scheduling.counters import Counters, stale_token_frac
+from engine.scheduling.counters import Counters, stale_token_ratio
 from engine.scheduling.scheduler import Scheduler
 from engine.types import Mode, Refreshed
 from engine.worker import ModelKernels, Worker
@@ -57,7 +57,7 @@ def status(engine: StatusSources) -> dict[str, Any]:
             "block_size": size,
             "block_bytes": worker.kv.block_bytes,
             "dtype": worker.kv.dtype_name,
-            "stale_token_frac": stale_token_frac(sequences, size, version),
+            "stale_token_ratio": stale_token_ratio(sequences, size, version),
             **_block_counts(scheduler),
             "kept_children": len(scheduler.state.pinned),
             "kept_blocks": len(scheduler.state.pinned.blocks),

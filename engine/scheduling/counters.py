@@ -89,7 +89,7 @@ class Counters:
     """blocks copied device → host, mirrored ones included"""
     restored_blocks: int = 0
     """blocks copied host → device, for sequences that came back and for prefixes that were found there"""
-    soft_resets: int = 0
+    recompute_preemptions: int = 0
     """sequences whose KV was dropped, to be prefilled again"""
     unused_draws: int = 0
     """samples for children that had finished by then: the price of steps that overlap"""
@@ -139,7 +139,7 @@ class Counters:
             self.decode_tokens += generated
 
 
-def stale_token_frac(sequences: Iterable[Sequence], block_size: int, version: int) -> float:
+def stale_token_ratio(sequences: Iterable[Sequence], block_size: int, version: int) -> float:
     """Return the ratio of cached tokens of the sequences in blocks whose first token other weights than `version` computed."""
     cached = stale = 0
     for seq in sequences:

@@ -159,7 +159,7 @@ def copies_failed(state: SchedulerState, step: int) -> None:
         if any(block in broken for block in seq.blocks):
             state.stop(seq)
             state.tables.truncate(seq, 0)
-            state.counters.soft_resets += 1
+            state.counters.recompute_preemptions += 1
     state.store.discard(broken)
 
 

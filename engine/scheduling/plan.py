@@ -69,7 +69,7 @@ class LogitAdjustment(NamedTuple):
 
 class Plan(NamedTuple):
     """One step: R rows compute T tokens and sample D. A row computes `counts[r]` tokens of one sequence from position
-    `starts[r]` on; prefill, a chunk of it, decode and prefill after a soft reset are the same row with other numbers.
+    `starts[r]` on; prefill, a chunk of it, decode and recomputation after a preemption are the same row with other numbers.
 
     The newest token of a row may still be *pending*: sampled by the step in flight and not read yet. Its id is the result of
     draw number `pending_draws[k]` of that step, so T tokens are `token_ids`, with these K put in.

@@ -70,7 +70,7 @@ def growth(state: SchedulerState, seq: Sequence, cached: int) -> int:
 def release_kv(state: SchedulerState, seq: Sequence) -> None:
     """Offload the KV of a stopped sequence, or drop it: preemption by recompute, which keeps leading blocks that others use."""
     if not offload(state, seq):
-        state.counters.soft_resets += state.tables.cut_unused(seq)
+        state.counters.recompute_preemptions += state.tables.cut_unused(seq)
 
 
 def running_need(state: SchedulerState) -> int:

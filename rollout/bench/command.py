@@ -59,7 +59,7 @@ COLUMNS = {
     "prefilled": "{prefill_tokens:.0f}",
     "recomputed": "{recomputed_tokens:.0f}",
     "off/restored": "{offloaded_blocks:.0f}/{restored_blocks:.0f}",
-    "resets": "{soft_resets:.0f}",
+    "resets": "{recompute_preemptions:.0f}",
     "RSS MiB": "{peak_rss_mib:.0f}",
 }
 """of the table of workloads: medians of the runs; the range is that of the slowest and the fastest run"""

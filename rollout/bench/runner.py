@@ -24,8 +24,8 @@ from rollout.config import Config
 
 COUNTERS = (
     "prefill_tokens", "recomputed_tokens", "prefix_hit_tokens", "fork_saved_tokens", "offloads", "offloaded_blocks",
-    "restored_blocks", "drafted_tokens", "accepted_tokens", "bytes_to_host", "bytes_to_device", "move_seconds", "soft_resets",
-    "steps",
+    "restored_blocks", "drafted_tokens", "accepted_tokens", "bytes_to_host", "bytes_to_device", "move_seconds",
+    "recompute_preemptions", "steps",
 )  # fmt: skip
 
 

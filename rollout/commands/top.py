@@ -135,8 +135,8 @@ def _weights(status: dict[str, Any]) -> RenderableType:
     line = Text.assemble(("version ", "dim"), (f"{status['version']}", "bold"))
     if weights.get("refreshes"):
         line.append(f"   {weights['refreshes']} refreshes, the last one paused {1000 * weights['pause_s']:.1f} ms", "dim")
-    resets = f"{status['offloads']} offloads, {status['soft_resets']} soft resets, {status['recomputed_tokens']:,} recomputed"
-    return line.append(f"   {resets}\n", "dim")
+    preempted = f"{status['offloads']} offloads, {status['recompute_preemptions']} preemptions by recompute"
+    return line.append(f"   {preempted}, {status['recomputed_tokens']:,} tokens recomputed\n", "dim")
 
 
 def _replicas(status: dict[str, Any]) -> RenderableType:

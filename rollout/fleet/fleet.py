@@ -43,7 +43,7 @@ from transport import messages as m
 from transport.errors import ServiceLost
 
 NOTHING = dict.fromkeys(
-    ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "soft_resets", "recomputed_tokens"), 0
+    ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "recompute_preemptions", "recomputed_tokens"), 0
 )
 """a status before any replica has reported its own"""
 CONTROLS: dict[Mode, Make] = {

@@ -12,7 +12,7 @@ from rollout.fleet.replica_set import ReplicaSet
 
 SAME = ("version", "block_size", "block_bytes")
 """equal in all replicas"""
-LARGEST = ("pause_s", "stage_s", "bytes", "refreshes", "stale_token_frac")
+LARGEST = ("pause_s", "stage_s", "bytes", "refreshes", "stale_token_ratio")
 """the largest value is reported"""
 
 

@@ -34,7 +34,7 @@ def lines(status: dict[str, Any]) -> Iterator[Line]:
     yield "vllm:num_requests_waiting", "gauge", {}, waiting
     yield "vllm:num_requests_waiting_by_reason", "gauge", {"reason": "capacity"}, waiting
     yield "vllm:kv_cache_usage_perc", "gauge", {}, used / total if total else 0.0
-    yield "vllm:num_preemptions_total", "counter", {}, status.get("offloads", 0) + status.get("soft_resets", 0)
+    yield "vllm:num_preemptions_total", "counter", {}, status.get("offloads", 0) + status.get("recompute_preemptions", 0)
     hits, prefilled = status.get("prefix_hit_tokens", 0), status.get("prefill_tokens", 0)
     yield "vllm:prefix_cache_hits_total", "counter", {}, hits
     yield "vllm:prefix_cache_queries_total", "counter", {}, hits + prefilled

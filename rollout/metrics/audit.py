@@ -105,7 +105,7 @@ class Audit:
             row["mismatch/logprob_abs_mean"] = float(np.abs(difference).mean())
             row["mismatch/logprob_abs_max"] = float(np.abs(difference).max())
             row["mismatch/kl"] = float((ratio - 1 - difference).mean())
-            row["mismatch/ratio_outside"] = float((np.abs(ratio - 1) > OUTSIDE).mean())
+            row["mismatch/outside_ratio"] = float((np.abs(ratio - 1) > OUTSIDE).mean())
         return row
 
 

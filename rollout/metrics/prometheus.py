@@ -18,8 +18,8 @@ TOTALS = frozenset(
     (
         "rollout/samples rollout/sample_tokens rollout/groups engine/steps engine/failed_steps engine/unused_draws "
         "engine/generated_tokens engine/prefill_tokens engine/recomputed_tokens engine/fork_saved_tokens engine/drafted_tokens "
-        "engine/accepted_tokens engine/scored_tokens kv/kept_tokens kv/offloads "
-        "kv/soft_resets kv/offloaded_blocks kv/restored_blocks kv/bytes_to_host kv/bytes_to_device kv/stall_s kv/failed_moves "
+        "engine/accepted_tokens engine/scored_tokens kv/kept_tokens kv/offloads kv/recompute_preemptions "
+        "kv/offloaded_blocks kv/restored_blocks kv/bytes_to_host kv/bytes_to_device kv/stall_s kv/failed_moves "
         "kv/prefix_hit_tokens weights/refreshes loop/stalled_s mismatch/audited_tokens mismatch/skipped_samples "
         "mismatch/audit_s fleet/deaths fleet/moved fleet/repeats"
     ).split()
@@ -127,6 +127,6 @@ class PrometheusSink:
 
 
 def metric_name(key: str) -> str:
-    """Name a figure as Prometheus may call it: rollout/samples → rollout_samples, kv/host_used → rollout_kv_host_used."""
+    """Name a figure as Prometheus may call it: rollout/samples → rollout_samples, kv/host_used_ratio → rollout_kv_host_used."""
     flat = "".join(c if c.isalnum() and c.isascii() else "_" for c in key)
     return flat if flat.startswith("rollout_") else f"rollout_{flat}"

@@ -68,8 +68,8 @@ class ConsoleSink:
         for label, key, form in (
             ("running", "engine/running", ".0f"),
             ("waiting", "engine/waiting", ".0f"),
-            ("KV", "kv/device_used", ".0%"),
-            ("host KV", "kv/host_used", ".0%"),
+            ("KV", "kv/device_used_ratio", ".0%"),
+            ("host KV", "kv/host_used_ratio", ".0%"),
             ("version", "weights/version", ".0f"),
             ("length", "rollout/length_mean", ".0f"),
             ("lag", "off_policy/lag_mean", ".2f"),

@@ -163,7 +163,7 @@ def test_what_is_parked_is_copied_if_that_is_faster(copy: float, prefill: float,
         rates = e.scheduler.state.rates
         rates.copy_blocks_per_second, rates.prefill_tokens_per_second = copy, prefill  # as if measured
         e.step()
-    assert e.counters.offloads if pays else e.counters.soft_resets
+    assert e.counters.offloads if pays else e.counters.recompute_preemptions
     assert (e.counters.recomputed_tokens == 0) == pays
 
 

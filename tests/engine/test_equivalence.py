@@ -43,7 +43,7 @@ def test_class(name: str, canonical: tuple[dict[str, str], dict[tuple[str, int],
     engine = tiny_engine(**arithmetic, **CLASSES[name])
     assert_same(samples, run(engine, groups()))
     if "resets" in name:
-        assert engine.counters.soft_resets > 0
+        assert engine.counters.recompute_preemptions > 0
     if "offload" in name:
         assert engine.counters.offloads > 0
     if name == "offload":

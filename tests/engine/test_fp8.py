@@ -108,7 +108,7 @@ def canonical() -> dict[tuple[str, int], Sample]:
     return run(tiny_engine(**KEPT, **ROOMY), groups())
 
 
-SHORT = ("small chunks", "soft resets", "offload", "overlapped, offload")
+SHORT = ("small chunks", "preemptions by recompute", "offload", "overlapped, offload")
 
 
 @pytest.mark.usefixtures("copies_pay")

@@ -78,14 +78,14 @@ class Record:
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_num_seqs": 3}, {"kv_tokens": 100}, {"kv_tokens": 100, "cpu_offload_gib": 0.001}, {"prefix_cache": False}],
-    ids=["roomy", "few places", "soft resets", "offload", "no prefix cache"],
+    ids=["roomy", "few places", "preemptions by recompute", "offload", "no prefix cache"],
 )
 def test_the_samples_are_the_same(options: dict[str, Any]) -> None:
     plain, over = toy_engine(**options), overlapped(**options)
     assert_same(run(plain, mixture()), run(over, mixture()))
     assert over.counters.generated_tokens == plain.counters.generated_tokens
     assert over.counters.unused_draws > 0 and not plain.counters.unused_draws
-    assert "kv_tokens" not in options or over.counters.soft_resets + over.counters.offloads > 0
+    assert "kv_tokens" not in options or over.counters.recompute_preemptions + over.counters.offloads > 0
 
 
 def test_a_prompt_is_prefilled_once_also_by_a_step_in_flight() -> None:

@@ -74,7 +74,7 @@ def test_the_prefix_of_a_parked_group_travels_once_each_way() -> None:
     while engine.has_work:
         engine.step()
     assert [travels.to_device[host] for host in prefix] == [1] * PREFIX_BLOCKS
-    assert engine.counters.soft_resets == engine.counters.recomputed_tokens == 0
+    assert engine.counters.recompute_preemptions == engine.counters.recomputed_tokens == 0
 
 
 def test_a_second_copy_of_the_prefix_would_be_seen() -> None:

@@ -1,4 +1,4 @@
-"""What soft resets may cost: over random pools, tokens computed again against tokens drawn. The scheduler alone, in ints."""
+"""What preemptions by recompute may cost, over random pools: recomputed tokens against sampled ones. The scheduler alone."""
 
 from __future__ import annotations
 

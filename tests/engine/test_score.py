@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "small chunks": {"max_batch_tokens": 64},
     "one at a time": {"max_num_seqs": 1},
-    "soft resets": {"kv_tokens": 320, "prefix_cache": False},
+    "preemptions by recompute": {"kv_tokens": 320, "prefix_cache": False},
     "offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
     "overlapped": {"overlap_steps": True},
 }

@@ -225,7 +225,7 @@ def test_while_there_is_room_those_held_back_lose_nothing() -> None:
     answer(h)
     while any(seq.held for seq in h.scheduler.state.waiting):
         h.step()
-    assert h.scheduler.state.counters.recomputed_tokens == h.scheduler.state.counters.soft_resets == 0
+    assert h.scheduler.state.counters.recomputed_tokens == h.scheduler.state.counters.recompute_preemptions == 0
     assert ran == {seq.age for seq in h.scheduler.state.running}
 
 

@@ -614,9 +614,9 @@ def test_samples_go_on_over_a_refresh(kv: str, lag: int, prefix_cache: bool) -> 
     for _ in range(11):
         assert engine.step() == []
     engine.refresh(new.named_parameters(), kv=kv)  # type: ignore[arg-type]
-    assert (engine.status()["kv"]["stale_token_frac"] > 0.9) == (kv == "keep")
+    assert (engine.status()["kv"]["stale_token_ratio"] > 0.9) == (kv == "keep")
     samples = run(engine)
-    assert engine.status()["kv"]["stale_token_frac"] == 0
+    assert engine.status()["kv"]["stale_token_ratio"] == 0
     for sample in samples.values():
         (first, old), (start, version) = sample.weight_versions
         assert (first, old, version) == (0, 0, 1) and 0 < start < 30

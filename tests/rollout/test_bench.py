@@ -142,7 +142,7 @@ def test_figures_of_a_run_and_the_summary(tiny_model: Path) -> None:
         assert (row["workload"], row["engine"], row["generated_tokens"]) == ("toy", "fake", 2 * 3 * 40)
         assert row["prefill_tokens"] == 2 * 48  # the difference, not the total
         assert row["tokens_per_second"] > 0 and row["peak_rss_bytes"] == 1000
-        assert row.keys() >= {"seconds", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "soft_resets"}
+        assert row.keys() >= {"seconds", "recomputed_tokens", "offloaded_blocks", "restored_blocks", "recompute_preemptions"}
     assert summary["summary"] is True and summary["runs"] == 3
     assert summary["tokens_per_second"] == sorted(row["tokens_per_second"] for row in runs)[1]
     json.dumps(rows)

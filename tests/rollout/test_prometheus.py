@@ -108,6 +108,14 @@ def test_totals_are_those_of_the_table() -> None:
     assert set(table) - {"loop/longest_turn_s"} == TOTALS  # which is a maximum
 
 
+def test_fractions_have_one_suffix() -> None:
+    rows = re.findall(r"^\| `([\w/]+)` \| (\w+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    ratios = {name for name, unit in rows if unit == "fraction"}
+    assert len(ratios) > 12
+    assert {name for name, _ in rows if name.endswith("_ratio")} == ratios
+    assert not [name for name, _ in rows if re.search(r"_(share|frac|fraction|percent)$", name)]
+
+
 def test_without_the_package_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -28,7 +28,7 @@ STATUS: dict[str, Any] = {
     "generated_tokens": 1000,
     "steps": 50,
     "offloads": 9,
-    "soft_resets": 0,
+    "recompute_preemptions": 0,
     "recomputed_tokens": 0,
     "ended": {"length": 3, "stop": 2},
     "weights": {"version": 7, "refreshes": 7, "pause_s": 0.0213, "stage_s": 0.4, "bytes": 10**8},

@@ -191,8 +191,8 @@ def test_host_share() -> None:
     meter.add(status(), now=0)
     meter.add(status(step_seconds=2.0, model_seconds=1.0, sample_seconds=0.25, move_seconds=0.25, steps=4), now=4)
     row = meter.row()
-    assert row["engine/host_share"] == 0.25 and row["engine/busy_share"] == 0.5 and row["engine/step_s"] == 0.5
-    assert row["kv/stall_share"] == 0.125 and "kv/host_used" not in row
+    assert row["engine/host_ratio"] == 0.25 and row["engine/busy_ratio"] == 0.5 and row["engine/step_s"] == 0.5
+    assert row["kv/stall_ratio"] == 0.125 and "kv/host_used_ratio" not in row
 
 
 # the table
@@ -244,7 +244,7 @@ def test_figures_of_a_real_run(tracked: dict[str, Any]) -> None:
     assert row["engine/generated_tokens"] == row["rollout/sample_tokens"]
     assert row["kv/offloads"] > 0 and row["kv/bytes_to_host"] > 0
     assert row["weights/version"] == 1 and row["weights/refreshes"] == 1
-    assert 0 < row["engine/host_share"] < 1
+    assert 0 < row["engine/host_ratio"] < 1
     assert row["mismatch/logprob_abs_max"] < 1e-4 and row["mismatch/audited_tokens"] > 100
 
 
@@ -376,7 +376,7 @@ def test_the_audit_agrees_with_the_engine(sampling: dict[str, Any]) -> None:
     model = tiny("qwen3")
     row = audited(model, tiny_engine(model=model), **sampling)
     assert row["mismatch/audited_tokens"] == 12 and row["mismatch/skipped_samples"] == 1
-    assert row["mismatch/logprob_abs_max"] < 1e-5 and row["mismatch/ratio_outside"] == 0
+    assert row["mismatch/logprob_abs_max"] < 1e-5 and row["mismatch/outside_ratio"] == 0
     assert model.config._attn_implementation == "rollout"  # the serving model is as it was
 
 
@@ -388,7 +388,7 @@ def test_the_audit_sees_weights_that_are_not_those_of_the_sample() -> None:
             model.get_output_embeddings().weight.add_(torch.randn_like(model.get_output_embeddings().weight))
 
     row = audited(model, tiny_engine(model=model), spoil)
-    assert row["mismatch/logprob_abs_mean"] > 0.01 and row["mismatch/ratio_outside"] > 0.1 and row["mismatch/kl"] > 0
+    assert row["mismatch/logprob_abs_mean"] > 0.01 and row["mismatch/outside_ratio"] > 0.1 and row["mismatch/kl"] > 0
 
 
 def scored(module: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
