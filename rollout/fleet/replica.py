@@ -199,8 +199,8 @@ class Replica:
                     self.invalid = error.message
                 then(answer)
             except (ValueError, TypeError, LookupError, AttributeError) as wrong:
-                log.exception("invalid answer of a replica name=%s", self.name)
                 self.invalid = str(wrong) or repr(wrong)
+                log.error("invalid answer of a replica name=%s reason=%r", self.name, self.invalid)
 
         # `answer` is an argument, not a captured variable: a future keeps its callbacks, which would keep what `then` refers to
         future.add_done_callback(lambda answer: self._inbox.post(partial(call, answer)))

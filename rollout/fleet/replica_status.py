@@ -8,7 +8,6 @@ neither: a replica answers between steps only.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,6 +17,8 @@ MAX_DEPTH = 8
 """of a status: objects in objects"""
 MAX_VALUES = 100_000
 """numbers and texts of a status"""
+MAX_FLOAT = 2.0**128
+"""above all float32 numbers: a mean of log-probs includes those of partial samples, and these are a client's own numbers"""
 MAX_MISSING = 4
 """statuses in a row in which groups are missing"""
 
@@ -61,8 +62,10 @@ def read_status(status: dict[str, Any]) -> ReplicaStatus:
             open_ += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, dict | list) or left < 0:
             raise ValueError(f"a status of more than {MAX_VALUES} values, or {MAX_DEPTH} levels")
-        elif isinstance(value, int | float) and not (math.isfinite(value) and abs(value) < 2**63):
+        elif isinstance(value, int) and not abs(value) < 2**63:
             raise ValueError(f"a status holds {str(value)[:40]}, which is no count")
+        elif isinstance(value, float) and not abs(value) < MAX_FLOAT:
+            raise ValueError(f"a status holds {value}: floats must be finite and within float32's range")
     return msgspec.convert(status, ReplicaStatus)
 
 

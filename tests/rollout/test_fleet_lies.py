@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Sample, Sampling, TokenChunk
+from engine.types import Group, PartialSample, Sample, Sampling, TokenChunk
 from rollout.config import Config, FleetConfig
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.fleet import Fleet
@@ -153,6 +153,7 @@ def test_the_sibling_s_tokens_are_noticed_where_they_were_streamed() -> None:
         ({"groups": -1}, "groups"),
         ({"kv": {"used": math.nan}}, "nan"),
         ({"kv": {"used": 10**30}}, "which is no count"),
+        ({"kv": {"stale_token_ratio": 1e39}}, "float32"),
         ({"weights": [1, 2]}, "weights"),
         ({"weights": {"resident_bytes": "all"}}, "resident_bytes"),
         ({"deep": [[[[[[[[[1]]]]]]]]]}, "levels"),
@@ -173,6 +174,17 @@ def test_a_status_that_is_none(status: dict[str, Any], why: str) -> None:
 def test_a_status_may_hold_what_the_front_does_not_know() -> None:
     known = {"groups": 1, "steps": 2, "generated_tokens": 3}
     assert read_status({**known, "new": [1.5, None, True, "x", {"a": {}}]}) == ReplicaStatus(1, 2, 3)
+
+
+def test_log_probs_of_a_client_do_not_end_a_replica() -> None:
+    """Partial samples have the log-probs that their client sends. Their mean in an honest replica's status may be any float32:
+    a client with absurd ones had all replicas ended, one after the other."""
+    partial = PartialSample(
+        index=0, token_ids=np.full(4, 5, np.int32), logprobs=np.full(4, -3e38, np.float32), weight_versions=[(0, 0)]
+    )
+    status = {"groups": 1, "steps": 2, "generated_tokens": 3}
+    for mean in (float(partial.logprobs.mean(dtype=np.float64)), 1.6e29):
+        assert read_status({**status, "metrics": {"rollout/logprob_mean": mean}}) == ReplicaStatus(1, 2, 3)
 
 
 # one that never answers
