@@ -151,19 +151,19 @@ def patch_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """a restored block is not copied back"""
-    pin = BlockStore.pin
+    activate = BlockStore.activate
 
     def forget(self: BlockStore, block: object, full: bool) -> None:
-        pin(self, block, full)  # type: ignore[arg-type]
+        activate(self, block, full)  # type: ignore[arg-type]
         self.moves.restores.clear()
 
-    monkeypatch.setattr(BlockStore, "pin", forget)
+    monkeypatch.setattr(BlockStore, "activate", forget)
 
 
 def patch_stale_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """the copy of a partial block in host memory outlives a restore"""
-    pin = BlockStore.pin
-    monkeypatch.setattr(BlockStore, "pin", lambda self, block, full: pin(self, block, True))
+    activate = BlockStore.activate
+    monkeypatch.setattr(BlockStore, "activate", lambda self, block, full: activate(self, block, True))
 
 
 def patch_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +190,16 @@ def patch_failed_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_disown(monkeypatch: pytest.MonkeyPatch) -> None:
     """an owner too many leaves"""
-    disown = BlockStore.disown
+    release = BlockStore.release
     calls = [0]
 
     def twice(self: BlockStore, block: object, used: bool) -> None:
         calls[0] += 1
-        disown(self, block, used)  # type: ignore[arg-type]
+        release(self, block, used)  # type: ignore[arg-type]
         if calls[0] % 11 == 0 and block.owners > block.users:  # type: ignore[attr-defined]
-            disown(self, block, False)  # type: ignore[arg-type]
+            release(self, block, False)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(BlockStore, "disown", twice)
+    monkeypatch.setattr(BlockStore, "release", twice)
 
 
 def patch_order(monkeypatch: pytest.MonkeyPatch) -> None:

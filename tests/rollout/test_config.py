@@ -44,7 +44,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ("[limits]\nmax_frames = 1\n", "max_frames=1: must be at least 2"),
         ("[engine]\nblock_size = 0\n", "block_size=0"),
         ("[service]\nstall_s = inf\n", "stall_s=inf: must be at most 100000000 seconds"),
-        ("[fleet]\nfront_grace_s = 1e300\n", "router_grace_s=1e.300: must be at most"),
+        ("[fleet]\nrouter_grace_s = 1e300\n", "router_grace_s=1e.300: must be at most"),
         ("[tracking]\nwindow_s = 1e300\n", "window_s=1e.300: must be at most"),
         ("[limits]\nmax_frame_bytes = 9000000000000000000\n", "max_frame_bytes=9000000000000000000: must be at most"),
         ("[engine.weight_offload]\nprefetch_step = 1000000000\n", "prefetch_step=1000000000: must be at most 4096"),
