@@ -1,4 +1,4 @@
-"""Weight versions that computed spans of KV."""
+"""Records which weight version computed which span of a sequence's KV."""
 
 from __future__ import annotations
 

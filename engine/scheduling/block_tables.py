@@ -1,4 +1,4 @@
-"""How a sequence comes by its blocks: found in the prefix index, extended by new ones, indexed once full, cut back."""
+"""Block table of a sequence: prefix hits, allocation, indexing of full blocks, truncation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the children of one group have said, to look up what followed where the same tokens stood before."""
+"""N-gram index over the tokens of one group, from which drafts are proposed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a step in flight does to its sequences: tokens are pending once it is launched, and appended once they are read. Also
-what a failed step costs."""
+"""Applies the results of a step to its sequences: tokens are pending once it is launched; once they are read they are appended,
+and children fork and finish. Also handles failed steps."""
 
 from __future__ import annotations
 

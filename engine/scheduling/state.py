@@ -1,4 +1,4 @@
-"""The scheduler's state, and the transitions of a sequence: start, stop, fork, finish. Policies read it and write nothing.
+"""The scheduler's state, and the transitions of a sequence: start, stop, fork, finish. Sequences change state here alone.
 
 add ──► waiting ──start──► running ──fork──► one sequence for each child, running or waiting
            ▲                  │

@@ -1,4 +1,4 @@
-"""Stop strings, changes of logits, and what a child stores beside its tokens for either; only for groups that ask.
+"""State of each child for stop strings and logit adjustments, in groups that use them.
 
 Stop strings are found in the bytes of tokens, across the borders of tokens and of characters. A tokenizer of transformers says
 in `tokenizer.json` how tokens become text. Two kinds are read, which are nearly all: byte-level BPE (each letter of a piece

@@ -1,4 +1,4 @@
-"""Memory in which a refresh is staged and exchanged.
+"""Host and device buffers of a refresh: staged weights, and scratch memory to exchange them.
 
 host       one buffer for all tensors, pinned for CUDA; used again by later refreshes, and by sleeps that keep the weights
 staged     the buffer of the open staging: the host buffer, or temporary memory on the device

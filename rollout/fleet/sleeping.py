@@ -1,4 +1,4 @@
-"""Parts of the replicas' memory that are asleep."""
+"""Tracks which memory of the replicas is released: weights, KV."""
 
 from __future__ import annotations
 

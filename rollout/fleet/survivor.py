@@ -1,4 +1,4 @@
-"""A replica's process that another router started, and that has joined this one."""
+"""Handle of a replica's process that a previous router started and that has joined this one."""
 
 from __future__ import annotations
 

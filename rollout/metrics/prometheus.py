@@ -127,6 +127,6 @@ class PrometheusSink:
 
 
 def metric_name(key: str) -> str:
-    """Name a figure as Prometheus may call it: rollout/samples → rollout_samples, kv/host_used_ratio → rollout_kv_host_used."""
+    """Name a figure as Prometheus may call it: rollout/samples → rollout_samples, kv/offloads → rollout_kv_offloads."""
     flat = "".join(c if c.isalnum() and c.isascii() else "_" for c in key)
     return flat if flat.startswith("rollout_") else f"rollout_{flat}"
