@@ -22,7 +22,7 @@ def priority_clients(state: SchedulerState) -> Collection[str]:
 
 def apply_priority(state: SchedulerState) -> Decision:
     """Decide to stop the sequences of all clients but `state.clients`. Their KV stays while there is room."""
-    return Decision([seq for seq in state.running if seq.state.client not in state.clients])
+    return Decision([seq for seq in state.running if seq.state.client not in state.clients], held=True)
 
 
 def others_wait(state: SchedulerState) -> bool:

@@ -40,12 +40,12 @@ def preempt(state: SchedulerState) -> Decision:
             stay = len(running) - len(chosen)
             enough = max(need, min(stay * ahead, most)) if rested else need
             if room >= enough or stay == 1:
-                return Decision(chosen, total)
+                return Decision(chosen, total, frees_kv=True)
             if seq not in chosen and (not rested or seq.ran >= seq.least_run):
                 chosen.append(seq)
                 need -= block_need(state, seq)
                 room += sum(block.users == 1 for block in seq.blocks)
-    return Decision(chosen, total)
+    return Decision(chosen, total, frees_kv=True)
 
 
 def steps_ahead(state: SchedulerState) -> int:

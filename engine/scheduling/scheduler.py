@@ -84,23 +84,24 @@ class Scheduler:
         return build_plan(state, self._planned, rows, pending)
 
     def _stop_sequences(self) -> bool:
-        """Apply the policies that stop sequences; each decides on what the one before has left. Returns False, having changed
-        nothing, if one of them would stop a sequence while a step is in flight: that step may finish some, and no sequence
-        stops while a token of it is pending."""
+        """Apply the policies that stop sequences; each decides on what the one before has left. Returns False, having stopped
+        and evicted nothing, if one of them would stop a sequence while a step is in flight: that step may finish some, and no
+        sequence stops while a token of it is pending."""
         state, room = self.state, 0
         state.clients = fairness.priority_clients(state)
         for policy in (fairness.apply_priority, preemption.preempt, fairness.rebalance_slots):
-            stops, need = policy(state)
-            room = max(room, need)
-            if stops and state.in_flight:
+            decision = policy(state)
+            room = max(room, decision.room)
+            if not decision.stops:
+                continue
+            if state.in_flight:
                 return False
-            if stops:
-                preemption.evict_idle(state, room)
-            for seq in stops:
-                state.stop(seq, held=policy is fairness.apply_priority)
-                if policy is preemption.preempt:
+            preemption.evict_idle(state, room)
+            for seq in decision.stops:
+                state.stop(seq, decision.held)
+                if decision.frees_kv:
                     preemption.release_kv(state, seq)
-            if stops and policy is preemption.preempt:
+            if decision.frees_kv:
                 room = preemption.running_need(state)
         preemption.evict_idle(state, room)
         state.others_wait = fairness.others_wait(state)

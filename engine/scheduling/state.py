@@ -31,6 +31,10 @@ class Decision(NamedTuple):
     stops: list[Sequence]
     room: int = 0
     """device slots that the running sequences need in this step; idle blocks are evicted for them before a sequence stops"""
+    held: bool = False
+    """the sequences stop because other clients have priority"""
+    frees_kv: bool = False
+    """the KV of these sequences leaves the device at once; otherwise it stays while there is room"""
 
 
 class SchedulerState:

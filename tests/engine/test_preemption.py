@@ -34,7 +34,8 @@ class Setting:
 
 def test_while_blocks_last_nobody_is_preempted() -> None:
     s = Setting(device_blocks=6, sequences=3)
-    assert preempt(s.state) == ([], 0)
+    decision = preempt(s.state)
+    assert not decision.stops and decision.room == 0
 
 
 def test_the_youngest_group_is_preempted_first() -> None:
@@ -67,8 +68,8 @@ def test_idle_blocks_leave_before_anybody_is_preempted() -> None:
     s = Setting(device_blocks=4, sequences=3, host_blocks=1)
     waiting = s.running[-1]
     s.state.stop(waiting)
-    stops, room = preempt(s.state)
-    assert not stops and evict_idle(s.state, room)
+    decision = preempt(s.state)
+    assert not decision.stops and evict_idle(s.state, decision.room)
     assert waiting.blocks[0].device is None and waiting.blocks[0].host == 0, "offloaded"
 
 
