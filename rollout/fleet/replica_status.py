@@ -18,7 +18,7 @@ MAX_DEPTH = 8
 MAX_VALUES = 100_000
 """numbers and texts of a status"""
 MAX_FLOAT = 2.0**128
-"""above all float32 numbers: a mean of log-probs includes those of partial samples, and these are a client's own numbers"""
+"""above all float32 numbers: a mean of log-probs may be any of them"""
 MAX_MISSING = 4
 """statuses in a row in which groups are missing"""
 

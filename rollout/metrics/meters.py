@@ -157,7 +157,10 @@ class _Ended:
     mixed: int = 0
     """samples whose tokens are of several versions"""
     tokens: int = 0
+    sampled: int = 0
+    """tokens without those of partial samples, which clients submitted"""
     logprobs: float = 0.0
+    """sum over the sampled tokens"""
     lag: int = 0
     """sum over the tokens of the versions between the weights that made it and those live at its end"""
     lag_max: int = 0
@@ -170,8 +173,10 @@ class _Ended:
     longest: int = 0
     """tokens of one that ended by itself"""
 
-    def add(self, samples: Sequence[Sample], version: int) -> None:
-        logprobs = np.concatenate([sample.logprobs for sample in samples])
+    def add(self, samples: Sequence[Sample], submitted: Sequence[int], version: int) -> None:
+        """Add samples; `submitted`: how many of its first tokens each one's client submitted."""
+        logprobs = np.concatenate([sample.logprobs[given:] for sample, given in zip(samples, submitted, strict=True)])
+        self.sampled += len(logprobs)
         self.logprobs += float(np.add.reduce(logprobs, dtype=np.float64))  # np.sum takes twice as long for few
         self.samples += len(samples)
         for sample in samples:
@@ -196,6 +201,8 @@ class _Ended:
 @dataclass(slots=True)
 class _Live:
     n: int
+    submitted: dict[int, int]
+    """tokens of the partial samples, by index"""
     seconds: list[float] = field(default_factory=list)
     """of the children that have ended"""
 
@@ -213,7 +220,8 @@ class SampleMeter:
 
     def begin(self, group: Group) -> None:
         if not group.score:
-            self._live[group.id] = _Live(len(group.wanted))
+            submitted = {partial.index: len(partial.token_ids) for partial in group.partials}
+            self._live[group.id] = _Live(len(group.wanted), submitted)
 
     def forget(self, group_id: str) -> None:
         """Drop a group that nobody waits for any more; an unknown id is nothing to do."""
@@ -230,7 +238,7 @@ class SampleMeter:
             return
         if not self._ended or now - self._ended[-1].at >= GRAIN_S:
             self._ended.append(_Ended(now))
-        self._ended[-1].add(drawn, version)
+        self._ended[-1].add(drawn, [self._submitted(sample) for sample in drawn], version)
         self._samples += len(drawn)
         self._tokens += sum(len(sample.token_ids) for sample in drawn)
         for sample in drawn:
@@ -242,6 +250,10 @@ class SampleMeter:
                 self._groups.append((now, max(live.seconds), spread(live.seconds)))
                 self._whole_groups += 1
                 del self._live[sample.group_id]
+
+    def _submitted(self, sample: Sample) -> int:
+        live = self._live.get(sample.group_id)
+        return 0 if live is None else live.submitted.get(sample.index, 0)
 
     def row(self, now: float) -> Row:
         while self._ended and self._ended[0].at < now - self._window_s:
@@ -267,9 +279,10 @@ class SampleMeter:
             row["rollout/length_max"] = float(max(one.longest for one in ended))
             row["rollout/clipped_ratio"] = sum(one.clipped for one in ended) / whole
             row["rollout/sample_s"] = sum(one.whole_seconds for one in ended) / whole
-        tokens = sum(one.tokens for one in ended)
+        tokens, sampled = sum(one.tokens for one in ended), sum(one.sampled for one in ended)
+        if sampled:
+            row["rollout/logprob_mean"] = sum(one.logprobs for one in ended) / sampled
         if tokens:
-            row["rollout/logprob_mean"] = sum(one.logprobs for one in ended) / tokens
             row["off_policy/lag_mean"] = sum(one.lag for one in ended) / tokens
         return row
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from engine.config import WeightOffload
 from engine.memory import HostMemory
 from engine.scheduling.counters import Rates
-from engine.types import Group, Sample, Sampling
+from engine.types import Group, PartialSample, Sample, Sampling
 from engine.weights.offload import OffloadedModel
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
@@ -100,6 +100,18 @@ def test_figures_of_samples() -> None:
     assert row["rollout/group_spread"] == pytest.approx(np.std([1, 2, 3]) / 2) and row["rollout/cut_ratio"] == 0
     meter.add([sample(tokens=6, finish_reason="cut")], 0, now=3)
     assert meter.row(3)["rollout/cut_ratio"] == 1 / 4
+
+
+def test_log_probs_that_a_client_submitted_are_not_averaged() -> None:
+    """They may be anything; a client could move the mean of all."""
+    logprobs = np.array([-3e38, 1e30], np.float32)
+    partial = PartialSample(index=0, token_ids=np.array([5, 6], np.int32), logprobs=logprobs, weight_versions=[(0, 0)])
+    meter = SampleMeter(window_s=10)
+    meter.begin(msgspec.structs.replace(group(n=1), partials=(partial,)))
+    whole = sample(tokens=6, finish_reason="stop", seconds=1.0)
+    meter.add([msgspec.structs.replace(whole, logprobs=np.concatenate([logprobs, whole.logprobs[2:]]))], 0, now=0)
+    row = meter.row(0)
+    assert row["rollout/logprob_mean"] == -0.5 and row["rollout/sample_tokens"] == row["rollout/length_mean"] == 6
 
 
 def test_the_window_slides_and_totals_stay() -> None:
