@@ -1,8 +1,8 @@
 """`rollout bench fleet`: the cost of the router, and the time to recover from the loss of a replica.
 
 ratio_to_one           tokens/s of `fanout` on N replicas, over those of one service with as many threads; in turn
-front_core_fraction    fraction of a core that the router uses at 1,000 samples/s of a tiny model: CPU seconds per 1,000 samples
-                       of 4 tokens in groups of 32; `front_core_fractions` also has groups of 8 and 16
+router_core_fraction   fraction of a core that the router uses at 1,000 samples/s of a tiny model: CPU seconds per 1,000 samples
+                       of 4 tokens in groups of 32; `router_core_fractions` also has groups of 8 and 16
 takeover_seconds       from SIGKILL of a replica until its samples run on other replicas
 takeover_token_seconds from SIGKILL until each of them has a new token or has finished
 """
@@ -64,7 +64,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
                 speeds.append(together)
         takeovers = [takeover(many, workload, run) for run in range(setup.repeat)]
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as temporary:
-        fractions = front_core_fractions(save_tiny(Path(temporary), 32, TINY_VOCAB, "float32"), replicas)
+        fractions = router_core_fractions(save_tiny(Path(temporary), 32, TINY_VOCAB, "float32"), replicas)
     yield {
         "summary": True,
         "replicas": replicas,
@@ -73,8 +73,8 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         "repeat": setup.repeat,
         "tokens_per_second": statistics.median(speeds),
         "ratio_to_one": statistics.median(ratios),
-        "front_core_fraction": fractions[max(SHORT_SIZES)],
-        "front_core_fractions": {str(n): round(fraction, 4) for n, fraction in fractions.items()},
+        "router_core_fraction": fractions[max(SHORT_SIZES)],
+        "router_core_fractions": {str(n): round(fraction, 4) for n, fraction in fractions.items()},
         "takeover_seconds": max(moved for moved, _ in takeovers),
         "takeover_token_seconds": max(token for _, token in takeovers),
     }
@@ -126,7 +126,7 @@ def takeover(client: RolloutClient, workload: Workload, run: int) -> tuple[float
     return given - started, token - started
 
 
-def front_core_fractions(model: Path, replicas: int) -> dict[int, float]:
+def router_core_fractions(model: Path, replicas: int) -> dict[int, float]:
     """Return the router's CPU seconds per 1,000 samples of a tiny model, by the size of the groups."""
     engine = EngineConfig(model=str(model), dtype="float32", kv_tokens=65_536, cpu_offload_gib=0, threads=1)
     fractions = {}

@@ -19,8 +19,8 @@ def test_the_row_has_the_figures(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", 32, fleet.TINY_VOCAB, "float32")
     options = BenchOptions(("fleet",), model=str(model), scale=0.1, repeat=1, dtype="float32", threads=1)
     (row,) = fleet.measure(BenchSetup(options))
-    assert row["ratio_to_one"] > 0 and row["front_core_fraction"] > 0 and 0 < row["takeover_seconds"] < 60
-    assert row["takeover_seconds"] <= row["takeover_token_seconds"] < 60 and set(row["front_core_fractions"]) == {
+    assert row["ratio_to_one"] > 0 and row["router_core_fraction"] > 0 and 0 < row["takeover_seconds"] < 60
+    assert row["takeover_seconds"] <= row["takeover_token_seconds"] < 60 and set(row["router_core_fractions"]) == {
         "8",
         "16",
         "32",

@@ -836,7 +836,7 @@ def test_a_short_chaos() -> None:
     found = Chaos(seed=1, replicas=4, front_lives_s=(1.0, 1.5)).run(4.0)
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
-    assert found["kills"] and found["front_kills"] and found["refreshes"] and found["samples"] > 100
+    assert found["kills"] and found["router_kills"] and found["refreshes"] and found["samples"] > 100
 
 
 @pytest.mark.parametrize(
@@ -859,7 +859,7 @@ def test_a_long_chaos() -> None:
     found = Chaos(seed=2, replicas=4).run(600.0)
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
-    assert found["kills"] >= 60 and found["stops"] >= 20 and found["cuts"] >= 20 and found["front_kills"] >= 10
+    assert found["kills"] >= 60 and found["stops"] >= 20 and found["cuts"] >= 20 and found["router_kills"] >= 10
 
 
 def test_the_metrics_of_a_front_are_those_of_the_table() -> None:

@@ -37,7 +37,7 @@ from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
 from transport.errors import RolloutError, SourceUnreachable, WeightsRefused
 
-DONE = ("kills", "stops", "cuts", "refreshes", "broken_refreshes", "front_kills", "samples")
+DONE = ("kills", "stops", "cuts", "refreshes", "broken_refreshes", "router_kills", "samples")
 FOUND = ("lost", "doubled", "mixed", "unequal", "orphans")
 """what must not be"""
 REFRESH_EVERY_S = 2.0
@@ -213,7 +213,7 @@ class Adversary:
     def kill_front(self) -> None:
         """Kill it, and start it again at once or some seconds later."""
         self.front.kill()
-        self.accounts.add("front_kills")
+        self.accounts.add("router_kills")
         self._front_at = 0.0
         if self.rng.random() < 0.7:
             self.restart()
