@@ -388,8 +388,7 @@ class RolloutClient:
     ) -> Refreshed:
         """Replace the service's weights by base + adapter. Only A and B are sent; the service adds scale · B A to base weights
         that it keeps in host memory: its checkpoint, or the last refresh of whole tensors. Tensors that only the previous
-            adapter
-        changed return to their base. Otherwise as `refresh`.
+        adapter changed return to their base. Otherwise as `refresh`.
 
         On the CPU the sum has the bits of PEFT's `merge_and_unload()`, in fp32 and bf16.
 
