@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
-    from engine.engine import Engine
-    from engine.types import Group, Limits, Sample, Sampling
+    from rollout.engine.config import EngineConfig
+    from rollout.engine.engine import Engine
+    from rollout.engine.types import Group, Limits, Sample, Sampling
 
 _MODULES = {
     "Engine": "engine",

@@ -21,28 +21,28 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from engine.config import EngineConfig
-from engine.cpu.attention import NativeAttention
-from engine.cpu.build import NativeUnavailable
-from engine.cpu.kernels import choose
-from engine.cpu.select_path import decide
-from engine.cuda.attention import TritonAttention, TritonUnavailable
-from engine.cuda.digests import device_hashes
-from engine.cuda.exact import ARITHMETIC, make_exact
-from engine.cuda.fused import FusedDecoder, NotFused
-from engine.cuda.graphs import StepGraphs, cuda_capture
-from engine.cuda.memory import CudaMemory
-from engine.cuda.norms import fuse_norms
-from engine.cuda.regions import open_driver
-from engine.forward.arithmetic import torch_arithmetic
-from engine.forward.attention import Backend, CannotAttend, StepCapacity
-from engine.forward.batch import Batch
-from engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
-from engine.forward.reference import ReferenceAttention
-from engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
-from engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
-from engine.kv.pages import PagedKV
-from engine.memory import DeviceMemory, HostMemory
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.kernels import choose
+from rollout.engine.cpu.select_path import decide
+from rollout.engine.cuda.attention import TritonAttention, TritonUnavailable
+from rollout.engine.cuda.digests import device_hashes
+from rollout.engine.cuda.exact import ARITHMETIC, make_exact
+from rollout.engine.cuda.fused import FusedDecoder, NotFused
+from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
+from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.cuda.norms import fuse_norms
+from rollout.engine.cuda.regions import open_driver
+from rollout.engine.forward.arithmetic import torch_arithmetic
+from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
+from rollout.engine.forward.reference import ReferenceAttention
+from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
+from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
+from rollout.engine.kv.pages import PagedKV
+from rollout.engine.memory import DeviceMemory, HostMemory
 
 __all__ = [
     "Backend", "CannotAttend", "StepCapacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
@@ -54,11 +54,11 @@ LARGE_BYTES = 64 << 30
 DRAFTS = 6
 """default of the most draft tokens per sequence and step"""
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger(__name__)
 
 
 class Graphs(Protocol):
-    """Forwards that run as captured graphs; see `engine.cuda.graphs.StepGraphs`."""
+    """Forwards that run as captured graphs; see `rollout.engine.cuda.graphs.StepGraphs`."""
 
     sizes: list[int]
     """tokens of the captured decode steps"""
@@ -245,9 +245,9 @@ def without_native(config: EngineConfig, isa: str) -> str:
 
 
 def draw_kernel() -> DrawKernel | None:
-    """Return the module `engine.cuda.sampling`; None without Triton."""
+    """Return the module `rollout.engine.cuda.sampling`; None without Triton."""
     try:
-        from engine.cuda import sampling
+        from rollout.engine.cuda import sampling
     except ImportError:
         return None
     return sampling
@@ -262,7 +262,7 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
             raise NotFused("weight_offload moves its layers")
         if not isinstance(backend, TritonAttention):
             raise NotFused(f"{backend.name} attention stores K and V itself")
-        from engine.cuda import fused_kernels
+        from rollout.engine.cuda import fused_kernels
 
         decoder = FusedDecoder(model.module, model.asked, fused_kernels)
         with torch.inference_mode():

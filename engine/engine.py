@@ -10,18 +10,18 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.forward.model import ModelLike
-from engine.forward.sampling import uniform
-from engine.pipeline import Pipeline
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stopping import Vocabulary, stops_of
-from engine.status import status
-from engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo, TokenChunk
-from engine.weights.live import Weights, WeightsTorn
-from engine.weights.staging import Staging, source_of
-from engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
-from engine.worker import Worker, open_worker
+from rollout.engine.config import EngineConfig
+from rollout.engine.forward.model import ModelLike
+from rollout.engine.forward.sampling import uniform
+from rollout.engine.pipeline import Pipeline
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.stopping import Vocabulary, stops_of
+from rollout.engine.status import status
+from rollout.engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo, TokenChunk
+from rollout.engine.weights.live import Weights, WeightsTorn
+from rollout.engine.weights.staging import Staging, source_of
+from rollout.engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
+from rollout.engine.worker import Worker, open_worker
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def arithmetic(self) -> str:
-        """Return the name of what the model's kernels compute: see `engine.forward.arithmetic`."""
+        """Return the name of what the model's kernels compute: see `rollout.engine.forward.arithmetic`."""
         return self.worker.kernels.arithmetic
 
     @property

@@ -40,7 +40,7 @@ def free_memory(cgroup: Path = CGROUP) -> int:
 
 
 class MemoryRegion(Protocol):
-    """Device memory whose addresses stay while it is released and restored: `engine.cuda.regions`."""
+    """Device memory whose addresses stay while it is released and restored: `rollout.engine.cuda.regions`."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -57,7 +57,7 @@ class MemoryRegion(Protocol):
 
 
 class Hashes(Protocol):
-    """xxh3-128 of several pieces of data, computed on their device, on the current stream: `engine.cuda.digests`."""
+    """xxh3-128 of several pieces of data, computed on their device, on the current stream: `rollout.engine.cuda.digests`."""
 
     def cuts(self, size: int) -> list[tuple[int, int]]:
         """Cut `size` bytes into slices (begin, end) for `update`, in order."""
@@ -75,7 +75,7 @@ class Hashes(Protocol):
 
 class DeviceMemory(Protocol):
     """Memory of a model's device, and host memory for transfers. Implemented by `HostMemory` and
-    `engine.cuda.memory.CudaMemory`."""
+    `rollout.engine.cuda.memory.CudaMemory`."""
 
     @property
     def device(self) -> torch.device: ...

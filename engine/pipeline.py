@@ -21,13 +21,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from engine.scheduling import output
-from engine.scheduling.plan import Plan
-from engine.scheduling.scheduler import Scheduler
-from engine.types import Sample
-from engine.worker import InFlight, Worker
+from rollout.engine.scheduling import output
+from rollout.engine.scheduling.plan import Plan
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.types import Sample
+from rollout.engine.worker import InFlight, Worker
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger(__name__)
 
 
 class LaunchedStep(NamedTuple):

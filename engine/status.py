@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.scheduling.counters import Counters, stale_token_ratio
-from engine.scheduling.scheduler import Scheduler
-from engine.types import Mode, Refreshed
-from engine.worker import ModelKernels, Worker
+from rollout.engine.scheduling.counters import Counters, stale_token_ratio
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.types import Mode, Refreshed
+from rollout.engine.worker import ModelKernels, Worker
 
 
 class StatusSources(Protocol):

@@ -1,8 +1,8 @@
 """Value types: inputs and outputs of the engine. No torch.
 
 A `Group` is a prompt and `sampling.n` children; a `Sample` is one finished child. `transport` and `rollout.client` import only
-this module of the engine. To send tensors, the client also imports `engine.weights.tensors` and, for tensors on a GPU,
-`engine.cuda.digests`.
+this module of the engine. To send tensors, the client also imports `rollout.engine.weights.tensors` and, for tensors on a GPU,
+`rollout.engine.cuda.digests`.
 """
 
 from __future__ import annotations

@@ -19,23 +19,23 @@ from typing import NamedTuple, get_args
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.devices import Device, StepCapacity, choose_backend, device_of, resolved
-from engine.forward.arithmetic import arithmetic
-from engine.forward.attention import Backend
-from engine.forward.batch import Batch
-from engine.forward.model import ExecutionPath, Model, ModelLike, module_of, open_model, streamed_of, weights_moved
-from engine.forward.sampling import PendingTokens
-from engine.forward.self_check import LoadedModel, check_model, try_out
-from engine.kv.copies import Copied
-from engine.kv.pages import PagedKV
-from engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
-from engine.scheduling.plan import Plan, SampledTokens, plan_by_hand
-from engine.types import Adapter, Tag, TensorInfo
-from engine.weights.live import Weights
-from engine.weights.staging import Staging
+from rollout.engine.config import EngineConfig
+from rollout.engine.devices import Device, StepCapacity, choose_backend, device_of, resolved
+from rollout.engine.forward.arithmetic import arithmetic
+from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, module_of, open_model, streamed_of, weights_moved
+from rollout.engine.forward.sampling import PendingTokens
+from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.pages import PagedKV
+from rollout.engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
+from rollout.engine.scheduling.plan import Plan, SampledTokens, plan_by_hand
+from rollout.engine.types import Adapter, Tag, TensorInfo
+from rollout.engine.weights.live import Weights
+from rollout.engine.weights.staging import Staging
 
-log = logging.getLogger("rollout.engine")
+log = logging.getLogger(__name__)
 CUT = 0.9
 """`top_p` of a draw that truncates"""
 
@@ -48,7 +48,7 @@ class ModelKernels(NamedTuple):
     path: ExecutionPath | None
     """computes the layers; None: the module as it comes"""
     arithmetic: str
-    """names what all of it computes: `engine.forward.arithmetic`"""
+    """names what all of it computes: `rollout.engine.forward.arithmetic`"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,8 +6,8 @@
     turn 3   12 + 30 - 5 <<12 + 30>> = 42. <<42 - 5>> = 37.  ─ model ─→  #### 37
              └───────────── KV of turn 2 ───────────┘└new─┘
 
-    python -m recipes.agent              # reasoning-gym's sums with SmolLM2-135M, a minute on 2 cores
-    python -m recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
+    python -m rollout.recipes.agent              # reasoning-gym's sums with SmolLM2-135M, a minute on 2 cores
+    python -m rollout.recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
 
 All conversations run at once, and each continues as soon as its own turn has ended (`rollout.SampleStream`). While the
 calculator works, the service keeps the turn's KV for `kv_ttl_s` seconds, so the next turn prefills only the tool's answer. The
@@ -28,9 +28,9 @@ from typing import Any
 
 import tyro
 
-from engine.config import EngineConfig
 from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling, models
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
 from rollout.process import service_process
 
 EXAMPLES = """\

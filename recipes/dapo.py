@@ -5,13 +5,13 @@
     rewards all equal    → the group teaches nothing: it is cancelled, or dropped when it ends
     `groups` are whole   → a step of training, new weights; what is in flight goes on under them
 
-    python -m recipes.dapo                # one-digit products with SmolLM2-135M, as recipes.grpo
-    python -m recipes.dapo --decide-after 4    # cancels a group when 4 of its children have the same reward
+    python -m rollout.recipes.dapo                # one-digit products with SmolLM2-135M, as rollout.recipes.grpo
+    python -m rollout.recipes.dapo --decide-after 4    # cancels a group when 4 of its children have the same reward
 
 No slot waits for the slowest group of a step, and no step is spent on groups without spread. What that costs is told: the share
 of all sampled tokens that no step trained on.
 
-Yu et al., "DAPO" (2025): dynamic sampling, token-level loss, clip-higher. The rest is that of `recipes.grpo`.
+Yu et al., "DAPO" (2025): dynamic sampling, token-level loss, clip-higher. The rest is that of `rollout.recipes.grpo`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import tyro
 
-from recipes import grpo
 from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling
+from rollout.recipes import grpo
 
 
 @dataclass(frozen=True)

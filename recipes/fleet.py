@@ -1,9 +1,9 @@
 """A trainer on a fleet: nothing of it knows how many replicas there are, and nothing is lost when one dies.
 
-    python -m recipes.fleet --replicas 2                     # smollm2; starts the fleet itself
-    python -m recipes.fleet --launcher join                  # replicas that join with keys, as from other hosts
-    python -m recipes.fleet --launcher ray                   # replicas on a Ray of this machine: pip install -e '.[ray]'
-    python -m recipes.fleet --address tcp://127.0.0.1:5655   # one that runs: rollout serve --replicas 2
+    python -m rollout.recipes.fleet --replicas 2                     # smollm2; starts the fleet itself
+    python -m rollout.recipes.fleet --launcher join                  # replicas that join with keys, as from other hosts
+    python -m rollout.recipes.fleet --launcher ray                   # replicas on a Ray of this machine: extra [ray]
+    python -m rollout.recipes.fleet --address tcp://127.0.0.1:5655   # one that runs: rollout serve --replicas 2
 
 Samples groups, kills a replica in the middle (--kill), and shows that the same seeds give the same samples with and without it.
 """
@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import tyro
 
-from engine.config import EngineConfig
 from rollout import RolloutClient, Sampling
 from rollout.config import Config, FleetConfig, dump
+from rollout.engine.config import EngineConfig
 from rollout.process import service_process
 
 GROUPS, PROMPT_TOKENS = 8, 64

@@ -4,10 +4,10 @@
     trainer    train on the groups of k-1    | train on the groups of k         | …
                                      refresh ┘ (in place, while groups run)     ┘
 
-    python -m recipes.grpo                # learns one-digit products with SmolLM2-135M, minutes on 2 cores
-    python -m recipes.grpo --partial      # slow children go on beside the next batch, under new weights
-    python -m recipes.grpo --no-refresh   # the control: the service keeps its first weights, the reward stays where it was
-    python -m recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
+    python -m rollout.recipes.grpo                # learns one-digit products with SmolLM2-135M, minutes on 2 cores
+    python -m rollout.recipes.grpo --partial      # slow children go on beside the next batch, under new weights
+    python -m rollout.recipes.grpo --no-refresh   # the control: the service keeps its first weights; the reward stays
+    python -m rollout.recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
 
 The groups of a step are sampled while the trainer works on those before it, so a token is at most one version old ("one step
 off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the
@@ -36,10 +36,10 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from engine.config import EngineConfig
-from engine.cpu.backward import fast_in_bf16
 from rollout import Handle, RolloutClient, Sample, Sampling, models
 from rollout.config import Config, TrackingConfig
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.backward import fast_in_bf16
 from rollout.exact import token_logprobs, use_exact
 from rollout.process import service_process
 

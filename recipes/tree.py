@@ -6,7 +6,7 @@
                          └─ …  0     └─ …  1     └─ …  1
               0.1           0.3         0.7         1.0               advantage of a segment = what the value rose by in it
 
-    python -m recipes.tree                    # SmolLM2-135M on one-digit products, a minute on 2 cores
+    python -m rollout.recipes.tree                    # SmolLM2-135M on one-digit products, a minute on 2 cores
 
 A branch is nothing but a group whose prompt is prompt + the first k tokens of the sample. The service finds the KV of these
 tokens, generated ones included, in its prefix index, so a branch prefills less than a block of tokens.
@@ -25,9 +25,9 @@ import numpy as np
 import tyro
 from msgspec.structs import replace
 
-from engine.config import EngineConfig
 from rollout import RolloutClient, Sample, Sampling, models
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
 from rollout.process import service_process
 
 Reward = Callable[[np.ndarray], float]

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer, unmodified and without vLLM, on a rollout service in a process of its own.
 
-    python -m recipes.trl_grpo                        # SmolLM2-135M in fp32 on the CPU, six steps
-    python -m recipes.trl_grpo --dtype bfloat16
+    python -m rollout.recipes.trl_grpo                        # SmolLM2-135M in fp32 on the CPU, six steps
+    python -m rollout.recipes.trl_grpo --dtype bfloat16
 
 Each step prints what TRL logged: the version of the weights that made its completions (equal to the step), the reward, and how
 far TRL's own log-probs are from the service's. With the service's arithmetic in the trainer (--exact, the default) they agree
@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from engine.config import EngineConfig
 from rollout import RolloutClient, models
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
 from rollout.exact import use_exact
 from rollout.integrations.trl import GroupRollouts, correct_importance
 from rollout.process import service_process

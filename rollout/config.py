@@ -23,9 +23,9 @@ from typing import Any, Literal
 import msgspec
 import tomli_w
 
-from engine.config import AdvancedConfig, EngineConfig
-from engine.types import Limits
-from transport.messages import MOST_REPLICAS
+from rollout.engine.config import AdvancedConfig, EngineConfig
+from rollout.engine.types import Limits
+from rollout.transport.messages import MOST_REPLICAS
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5655"
 MIN_GRACE_S = 2.0

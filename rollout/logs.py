@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from transport.errors import shown
+from rollout.transport.errors import shown
 
 PERIOD_S = 60.0
 """between two lines that say the same, at least"""
@@ -67,7 +67,9 @@ class Repeats:
             self._tell("%s times=%d", line, untold)
 
 
-TRANSPORT = ("rollout.transport.inflow", "rollout.transport.keys", "rollout.transport.weights")
-"""loggers of `transport`, which knows nothing of these"""
+TRANSPORT = tuple(
+    f"rollout.transport.{name}" for name in ("keys.authenticator", "keys.cookie", "keys.ring", "receive_limit", "weights.group")
+)
+"""loggers of `transport`, which does not import this module"""
 for name in TRANSPORT:
     logger(name)

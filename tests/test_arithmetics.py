@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu import isa
+from rollout.engine.cpu import isa
 from tests.support.arithmetics import APART, MACHINES, ROOT, WITHOUT_VECTORS, chosen_tests, missing
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = {"engine", "transport", "rollout", "tests"}
+OURS = {"rollout", "tests"}
 THERE = ("torch", "transformers", "pytest")
 """on that machine"""
 BESIDE = {"triton": "torch"}
@@ -61,7 +61,7 @@ def imported(file: Path) -> frozenset[str]:
 
 def files_of(name: str) -> list[Path]:
     """Of our module, and of the packages above it; none for what is no module."""
-    parts = name.split(".")
+    parts = re.sub(r"^rollout\.(?=(?:engine|transport|recipes)\b)", "", name).split(".")
     places = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
     return [file for place in places for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
 

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("engine", "transport", "rollout", "recipes")
+IN_A_CHECKOUT = re.compile(r"^rollout\.(?=(?:engine|transport|recipes)\b)")
 MAY_IMPORT = {
     "engine": (),
     "transport": ("engine.types",),
@@ -28,7 +29,8 @@ VALUE_TYPES = ("engine/types.py", "engine/config.py")
 
 @cache
 def imported(source: str, module: str) -> set[str]:
-    """Dotted names that a module imports, wherever in the file; `from a import b` counts as a and as a.b."""
+    """Dotted names that a module imports, wherever in the file; `from a import b` counts as a and as a.b. Names of our rooms
+    are those of the folders: `engine.types` for `rollout.engine.types`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -37,7 +39,7 @@ def imported(source: str, module: str) -> set[str]:
             base = module.split(".")[: -node.level] if node.level else []
             parent = ".".join([*base, *([node.module] if node.module else [])])
             names |= {parent} | {f"{parent}.{alias.name}" for alias in node.names}
-    return names
+    return {IN_A_CHECKOUT.sub("", name) for name in names}
 
 
 def forbidden(source: str, module: str) -> set[str]:
@@ -141,7 +143,7 @@ def test_one_place_asks_for_the_kind_of_device() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if ASKS.search(line)
     }
-    assert not asking, "hand in what differs (`engine.devices.Device`, `engine.memory.Memory`)"
+    assert not asking, "hand in what differs (`rollout.engine.devices.Device`, `rollout.engine.memory.Memory`)"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_no_module_reaches_another_room_by_its_path() -> None:
         ("import rollout.client", "engine.engine", {"rollout.client"}),
         ("def f():\n    from transport import frames", "engine.kv.pages", {"transport", "transport.frames"}),
         ("from engine.engine import Engine", "transport.frames", {"engine.engine", "engine.engine.Engine"}),
-        ("from engine.types import Group", "transport.frames", set()),
+        ("from rollout.engine.types import Group", "transport.frames", set()),
         ("from engine import types", "transport.frames", set()),
         ("from engine import kv", "transport.frames", {"engine.kv"}),
         ("from ..engine import kv", "transport.frames", {"engine.kv"}),
@@ -186,7 +188,16 @@ def run_python(program: str) -> str:
 
 def test_the_client_is_slim() -> None:
     loaded = run_python("import rollout.client, sys; print(*sorted(sys.modules))").split()
-    heavy = {"torch", "transformers", "tyro", "rich", "wandb", "engine.engine", "engine.scheduling", "engine.kv"}
+    heavy = {
+        "torch",
+        "transformers",
+        "tyro",
+        "rich",
+        "wandb",
+        "rollout.engine.engine",
+        "rollout.engine.scheduling",
+        "rollout.engine.kv",
+    }
     assert not heavy & set(loaded)
 
 
@@ -219,7 +230,7 @@ def test_commands_that_load_no_model_load_no_torch(tmp_path: Path) -> None:
 
 
 def test_torch_would_be_noticed() -> None:
-    assert "torch" in run_python("import engine.kv.pages, sys; print(*sorted(sys.modules))").split()
+    assert "torch" in run_python("import rollout.engine.kv.pages, sys; print(*sorted(sys.modules))").split()
 
 
 def classes_by_name(sources: Mapping[str, str]) -> dict[str, list[str]]:
@@ -282,8 +293,8 @@ def test_files_that_the_documents_name_exist() -> None:
 
 
 def missing(name: str) -> bool:
-    """Whether a dotted name leads to no module, and to nothing that a module defines. Installed, two rooms lie in `rollout`."""
-    parts = re.sub(r"^rollout\.(?=(engine|transport)\b)", "", name).split(".")
+    """Whether a dotted name leads to no module, and to nothing that a module defines."""
+    parts = IN_A_CHECKOUT.sub("", name).split(".")
     at = ROOT
     while parts and ((at / parts[0]).is_dir() or (at / f"{parts[0]}.py").is_file()):
         at = at / parts.pop(0)
@@ -314,7 +325,7 @@ RECEIVERS = {
     "self.scheduler": "Scheduler", "self.kv": "PagedKV", "Batch": "Batch", "self.backend": "Backend", "run": "Model",
     "self.device": "Device",
 }  # fmt: skip
-"""what the names in `engine.pipeline.Pipeline` and `engine.worker.Worker` stand for in the picture"""
+"""what the names in `rollout.engine.pipeline.Pipeline` and `rollout.engine.worker.Worker` stand for in the picture"""
 BESIDE_THE_PICTURE = {"Device.mark", "Scheduler.moved", "Scheduler.fail_stuck", "Scheduler.step_failed"}
 """clocks, notes and failures"""
 
@@ -378,7 +389,7 @@ def test_the_heart_is_made_of_few_parts(path: str, owner: str) -> None:
 
 
 def of_the_scheduler(source: str) -> set[str]:
-    """Modules of `engine.scheduling` that a module imports, other than the plan."""
+    """Modules of `rollout.engine.scheduling` that a module imports, other than the plan."""
     names = {
         name
         for name in imported(source, "engine.x")

@@ -9,16 +9,16 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from engine.types import Limits, Sampling
 from rollout.config import MIN_GRACE_S
+from rollout.engine.types import Limits, Sampling
 from rollout.service.loop import ServiceTiming
 from rollout.service.session import MAX_REPLY_BYTES
 from rollout.service.streaming import MOST_TOKENS, MOST_UNREAD
-from transport import messages as m
-from transport.errors import KINDS
-from transport.frames import pack
-from transport.receive_limit import TICK_MS, TOTAL_BYTES, WAITING_BYTES
-from transport.sockets import QUEUED_MESSAGES
+from rollout.transport import messages as m
+from rollout.transport.errors import KINDS
+from rollout.transport.frames import pack
+from rollout.transport.receive_limit import TICK_MS, TOTAL_BYTES, WAITING_BYTES
+from rollout.transport.sockets import QUEUED_MESSAGES
 
 DOCS = Path(__file__).parents[1] / "docs"
 

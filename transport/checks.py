@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, Spans, TokenChunk
+from rollout.engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, Spans, TokenChunk
 
 ROUNDING = 1e-4
 """by which a log-prob may exceed 0, because of float32 sums"""

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import COLUMNS, SEED_LIMIT, PartialSample, Sample, TokenChunk, concat_arrays
-from transport.errors import InvalidRequest, ProtocolError
-from transport.messages import Ended, PackedChildren, Progress, SamplesDone
+from rollout.engine.types import COLUMNS, SEED_LIMIT, PartialSample, Sample, TokenChunk, concat_arrays
+from rollout.transport.errors import InvalidRequest, ProtocolError
+from rollout.transport.messages import Ended, PackedChildren, Progress, SamplesDone
 
 MAX_SPANS = 65_536
 """version spans of one message: the service's loop reads them between two steps"""

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from engine.types import Limits
-from transport.errors import ProtocolError
+from rollout.engine.types import Limits
+from rollout.transport.errors import ProtocolError
 
 Frame = bytes | memoryview
 

@@ -1,6 +1,6 @@
-"""Both ends of transport.sockets in one process, with queues instead of sockets: for tests, and for a trainer that runs the
-engine itself. The ends may be used in two threads. Frames pass by reference; the queues are bounded like a socket's high-water
-mark."""
+"""Both ends of rollout.transport.sockets in one process, with queues instead of sockets: for tests, and for a trainer that runs
+the engine itself. The ends may be used in two threads. Frames pass by reference; the queues are bounded like a socket's
+high-water mark."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 import time
 from collections import deque
 
-from transport.frames import Frame
-from transport.sockets import BATCH, QUEUED_MESSAGES
+from rollout.transport.frames import Frame
+from rollout.transport.sockets import BATCH, QUEUED_MESSAGES
 
 
 class LoopbackService:
@@ -57,7 +57,7 @@ class LoopbackService:
         return client is not None and client._put(frames)
 
     def reaches(self, peer: bytes, frames: list[Frame]) -> bool:
-        """Return whether the connection is open, as in `transport.sockets`."""
+        """Return whether the connection is open, as in `rollout.transport.sockets`."""
         self.send(peer, frames)
         return peer in self._clients
 

@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from engine.types import FinishReason, KVPolicy, Limits, Refreshed, Sampling, Tag
-from transport.weights import Offer
+from rollout.engine.types import FinishReason, KVPolicy, Limits, Refreshed, Sampling, Tag
+from rollout.transport.weights import Offer
 
 PROTOCOL = 3
 DIGESTS = "digests"
@@ -153,7 +153,7 @@ class Begin(msgspec.Struct, frozen=True, eq=False, tag="begin", forbid_unknown_f
     request_id: int
     push_id: PushId
     manifest: np.ndarray
-    """[bytes] uint8, see transport.weights.manifest"""
+    """[bytes] uint8, see rollout.transport.weights.manifest"""
     offer: Offer
     version: int | None = None
     """above the live one; None = the next"""
@@ -161,8 +161,8 @@ class Begin(msgspec.Struct, frozen=True, eq=False, tag="begin", forbid_unknown_f
     """tensors that are not in the manifest keep their values"""
     kv: KVPolicy = "keep"
     adapter: np.ndarray | None = None
-    """[bytes] uint8, see transport.weights.manifest: targets of a LoRA adapter, whose tensors the manifest lists; the new
-    weights are base + adapter"""
+    """[bytes] uint8, see rollout.transport.weights.manifest: targets of a LoRA adapter, whose tensors the manifest lists; the
+    new weights are base + adapter"""
     base: str | None = None
     """digest of the weights that the adapter was trained on; None = unknown. If the service's base differs: WrongBase"""
 
@@ -283,7 +283,8 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
-    """Reject a group or a request. `kind` is one of `transport.errors.KINDS`; without ids, the message itself was invalid."""
+    """Reject a group or a request. `kind` is one of `rollout.transport.errors.KINDS`; without ids, the message itself was
+    invalid."""
 
     kind: str
     message: str

@@ -2,10 +2,10 @@
 
     waiting = bytes that the kernel has received on a connection - bytes that the service has taken from it
 
-Without a receive mark (`transport.sockets` says why there is none) libzmq reads everything that arrives while the service
-computes, and a mark would count complete messages only, so one endless message would grow for ever. The kernel counts the bytes
-of a TCP connection (tcpi_bytes_received, Linux 4.1). A thread checks them every TICK_MS and shuts down a connection over its
-bound; libzmq then frees its incomplete message.
+Without a receive mark (`rollout.transport.sockets` says why there is none) libzmq reads everything that arrives while the
+service computes, and a mark would count complete messages only, so one endless message would grow for ever. The kernel counts
+the bytes of a TCP connection (tcpi_bytes_received, Linux 4.1). A thread checks them every TICK_MS and shuts down a connection
+over its bound; libzmq then frees its incomplete message.
 
 The thread needs the interpreter lock for some microseconds per tick; while another thread holds it, only the network bounds the
 bytes. Bytes on the wire are counted, not memory: libzmq uses 64 bytes for each frame, however short.
@@ -38,7 +38,7 @@ TCP_INFO_BYTES_RECEIVED = 128
 FRAME_OVERHEAD = {True: 9, False: 2}
 """ZMTP's flags and length before a frame, by whether it is longer than 255 bytes"""
 
-log = logging.getLogger("rollout.transport.inflow")
+log = logging.getLogger(__name__)
 
 
 class ReceiveQueue:

@@ -1,4 +1,4 @@
-"""Both ends over ZeroMQ: ROUTER (service) and DEALER (client). `transport.loopback` has the same ends in one process.
+"""Both ends over ZeroMQ: ROUTER (service) and DEALER (client). `rollout.transport.loopback` has the same ends in one process.
 
     ServiceEnd.receive(timeout, most) -> [(peer, frames)]    ClientEnd.receive(timeout, sending) -> [frames]
     ServiceEnd.send(peer, frames) -> bool                    ClientEnd.send(frames) -> bool
@@ -9,15 +9,15 @@
 
 `send` returns False if the message cannot be taken now (queue full, peer gone); it never blocks or drops. A peer is the routing
 id that ROUTER chose for one connection: it identifies a connection, not a client (sessions do that). With keys
-(`transport.keys`) a peer is the client's key and a routing id that the client chose for one connection.
+(`rollout.transport.keys`) a peer is the client's key and a routing id that the client chose for one connection.
 
 There is no receive high-water mark. libzmq 4.3.5 stops reading a connection at the mark, stops polling it when the peer resets
 it, and then aborts the process (`Assertion failed: !_io_error`) at the next ping, its own (HEARTBEAT_IVL) or one in the buffer.
-Without a mark it never stops reading. Only the client has ZMTP heartbeats. `transport.receive_limit` bounds the bytes that wait
-at the service; the service bounds those that wait at the client, since it counts unacknowledged samples.
+Without a mark it never stops reading. Only the client has ZMTP heartbeats. `rollout.transport.receive_limit` bounds the bytes
+that wait at the service; the service bounds those that wait at the client, since it counts unacknowledged samples.
 
 Bounds: one frame by MAXMSGSIZE (libzmq checks it before it allocates, and closes the connection), unsent messages by the send
-high-water mark, waiting bytes by `transport.receive_limit`, frames of a complete message by Limits.max_frames.
+high-water mark, waiting bytes by `rollout.transport.receive_limit`, frames of a complete message by Limits.max_frames.
 
 When a connection ends, the client loses messages that it has not received yet, even if they have arrived. An end that must know
 whether the other end has a message waits for its answer before it closes.
@@ -35,14 +35,14 @@ from typing import NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from engine.types import Limits
-from transport.frames import Frame
-from transport.keys.authenticator import KeyAuthenticator
-from transport.keys.cookie import ClientCookie, Cookie, require
-from transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
-from transport.keys.files import DEFAULT_FILE, ClientKeys, read_client
-from transport.keys.ring import NO_KEY, KeyRing, identified, routing_id
-from transport.receive_limit import FRAME_OVERHEAD, TOTAL_BYTES, WAITING_BYTES, Inflow
+from rollout.engine.types import Limits
+from rollout.transport.frames import Frame
+from rollout.transport.keys.authenticator import KeyAuthenticator
+from rollout.transport.keys.cookie import ClientCookie, Cookie, require
+from rollout.transport.keys.curve import FRAME_BYTES, check_libzmq, guard, introduce, renew_routing_id
+from rollout.transport.keys.files import DEFAULT_FILE, ClientKeys, read_client
+from rollout.transport.keys.ring import NO_KEY, KeyRing, identified, routing_id
+from rollout.transport.receive_limit import FRAME_OVERHEAD, TOTAL_BYTES, WAITING_BYTES, Inflow
 
 QUEUED_MESSAGES = 256
 """high-water mark of one connection, each way"""
@@ -67,7 +67,7 @@ class SocketOptions(NamedTuple):
     silence_ms: int = 3000
     """without an answer, until the client gives the connection up"""
     waiting_bytes: int = WAITING_BYTES
-    """received bytes of one connection that may wait at the service, see `transport.receive_limit`"""
+    """received bytes of one connection that may wait at the service, see `rollout.transport.receive_limit`"""
     total_bytes: int = TOTAL_BYTES
     """the same of all connections"""
 
@@ -249,7 +249,7 @@ def _user_id(frame: zmq.Frame) -> str:
 
 class ServiceEnd:
     """The ROUTER, for the thread of the service's loop. keys: the service's key file; without it, the endpoint accepts clients
-    that can read its secret, which are this user's (`transport.keys.cookie`).
+    that can read its secret, which are this user's (`rollout.transport.keys.cookie`).
 
     Raises ValueError for an endpoint that other hosts can reach without keys, for one that cannot be bound, for invalid keys,
     and if the secret cannot be written."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.cpu.build import build, check_layout, load
-from engine.cpu.isa import best, isa_of
-from engine.cpu.kernels import Tuning
-from engine.cpu.openmp import symbols
+from rollout.engine.cpu.build import build, check_layout, load
+from rollout.engine.cpu.isa import best, isa_of
+from rollout.engine.cpu.kernels import Tuning
+from rollout.engine.cpu.openmp import symbols
 
 if TYPE_CHECKING:
-    from engine.forward.batch import Batch
-    from engine.kv.pages import PagedKV
+    from rollout.engine.forward.batch import Batch
+    from rollout.engine.kv.pages import PagedKV
 
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
 LANES = 16
@@ -73,7 +73,7 @@ class LayerCalls(NamedTuple):
 
 
 class NativeAttention:
-    """CPU attention backend (`engine.forward.attention.Backend`).
+    """CPU attention backend (`rollout.engine.forward.attention.Backend`).
 
     The output of a query has the same bits alone or in a batch, in decode or in any prefill chunk, with a shared prefix or not,
     with any number of threads, and on any instruction set of the same arithmetic; it differs between block sizes."""
@@ -81,7 +81,8 @@ class NativeAttention:
     name = "native"
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        """threads: None = torch's number at each step. isa: a name of `engine.cpu.isa`, None = the best one of this CPU.
+        """threads: None = torch's number at each step. isa: a name of `rollout.engine.cpu.isa`, None = the best one of this
+        CPU.
 
         Raises NativeUnavailable (no compiler, compilation failed) and ValueError (unknown isa, threads < 1)."""
         if threads is not None and threads < 1:

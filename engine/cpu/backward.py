@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from engine.cpu.isa import cpu_flags
+from rollout.engine.cpu.isa import cpu_flags
 
 PIECE = 2048
 """rows and columns converted at a time: 16 MB of fp32 for 2,048 inputs, for any vocabulary"""

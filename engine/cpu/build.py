@@ -17,8 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from engine.cpu.isa import isa_of, lacking
-from engine.paths import cache_dir
+from rollout.engine.cpu.isa import isa_of, lacking
+from rollout.engine.paths import cache_dir
 
 SOURCES = Path(__file__).with_name("c")
 SHIPPED = Path(__file__).with_name("lib")

@@ -1,11 +1,10 @@
 """Runs all layers of a Llama-like decoder (Qwen 2 and 3, Mistral, …), including native attention, in one parallel region. Eager
 torch takes about fifty small kernels and as many barriers per layer. bf16 and fp32, with the products of any instruction set.
 
-The reference is the transformers module with our products (`engine.cpu.select_path`). `NativeDecoder` reads the module's
-parameters in place, so it sees an in-place refresh. Before it is used, its logits must equal the module's in every bit. So a
-trainer's module with our products and attention has exactly the engine's log-probs. Layers compiled by inductor do not have
-this property: they keep fp32 where eager torch rounds, and reduce in another order.
-"""
+The reference is the transformers module with our products (`rollout.engine.cpu.select_path`). `NativeDecoder` reads the
+module's parameters in place, so it sees an in-place refresh. Before it is used, its logits must equal the module's in every
+bit. So a trainer's module with our products and attention has exactly the engine's log-probs. Layers compiled by inductor do
+not have this property: they keep fp32 where eager torch rounds, and reduce in another order."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from engine.cpu.attention import NativeAttention
-from engine.cpu.build import check_layout
-from engine.cpu.kernels import Kernels, Linear, linear_struct
-from engine.forward.attention import Backend
-from engine.forward.batch import Batch
-from engine.kv.pages import PagedKV
+from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.cpu.build import check_layout
+from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
+from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import PagedKV
 
 CHECKED_ROWS = (1, 2, 3, 5, 7, 17, 33, 130)
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.cpu.build import NativeUnavailable, build, check_layout, load
-from engine.cpu.isa import ISAS, isa_of
-from engine.cpu.openmp import symbols
-from engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
+from rollout.engine.cpu.build import NativeUnavailable, build, check_layout, load
+from rollout.engine.cpu.isa import ISAS, isa_of
+from rollout.engine.cpu.openmp import symbols
+from rollout.engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
 
 MAX_VOCABULARY = 1 << 20
 
@@ -125,7 +125,7 @@ class Kernels:
         cuts: MaskedTokens | None = None,
         top: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Callable[[], SampledTokens]]:
-        """Sample as `engine.forward.sampling.DrawKernel` defines; on a CPU the result is available at once."""
+        """Sample as `rollout.engine.forward.sampling.DrawKernel` defines; on a CPU the result is available at once."""
         drawn = self.draw(logits, row, temperature, uniform, raw, cuts, top)
         return torch.from_numpy(drawn.tokens), lambda: drawn
 

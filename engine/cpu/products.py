@@ -8,9 +8,8 @@ the same name, weights and tokens, service and trainer get the same numbers.
     use_products(module, isa)    every nn.Linear uses these products; parameters, names and state_dict stay unchanged
     plain_products(module)       undoes it
 
-Only the forward is ours. The backward is torch's: grad · w, gradᵀ · x (both by `engine.cpu.backward`, which avoids torch's bf16
-if it is slow), and the sum of grad.
-"""
+Only the forward is ours. The backward is torch's: grad · w, gradᵀ · x (both by `rollout.engine.cpu.backward`, which avoids
+torch's bf16 if it is slow), and the sum of grad."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from engine.cpu.backward import product
-from engine.cpu.build import NativeUnavailable
-from engine.cpu.functions import in_whole_vectors, plain_functions
-from engine.cpu.isa import here, isa_of
-from engine.cpu.kernels import Kernels, choose
-from engine.forward.arithmetic import torch_arithmetic
+from rollout.engine.cpu.backward import product
+from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.functions import in_whole_vectors, plain_functions
+from rollout.engine.cpu.isa import here, isa_of
+from rollout.engine.cpu.kernels import Kernels, choose
+from rollout.engine.forward.arithmetic import torch_arithmetic
 
 DTYPES = (torch.bfloat16, torch.float32)
 SILU = ("SiLU", "SiLUActivation")
@@ -262,7 +261,7 @@ def use_products(module: nn.Module, isa: str) -> None:
 
 
 def plain_products(module: nn.Module) -> None:
-    """Undo `use_products` and `engine.cpu.functions.use_whole_vectors`."""
+    """Undo `use_products` and `rollout.engine.cpu.functions.use_whole_vectors`."""
     modules: list[Any] = list(module.modules())
     for each in modules:
         kind = type(each)

@@ -6,9 +6,8 @@
     batch invariance   the same tokens in forwards of few and of many rows must have the same bits
 
 If no decoder supports the model, the exact module runs, so that samples do not depend on the batch on any CPU; its element-wise
-functions run in whole vectors (`engine.cpu.functions`). If they do depend on it, the name of the arithmetic ends in `/batch`.
-`torch_bits` reports whether plain torch has the same bits; nothing depends on it.
-"""
+functions run in whole vectors (`rollout.engine.cpu.functions`). If they do depend on it, the name of the arithmetic ends in
+`/batch`. `torch_bits` reports whether plain torch has the same bits; nothing depends on it."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder, NotNative
-from engine.cpu.functions import callers, use_whole_vectors
-from engine.cpu.products import (
+from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder, NotNative
+from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.products import (
     NativeProducts,
     NotServed,
     Products,
@@ -31,13 +30,13 @@ from engine.cpu.products import (
     sensitive,
     use_products,
 )
-from engine.forward.arithmetic import torch_arithmetic
-from engine.forward.batch import Batch
-from engine.forward.model import ExecutionPath, NativeLayers
-from engine.memory import HostMemory
-from engine.scheduling.plan import plan_by_hand
+from rollout.engine.forward.arithmetic import torch_arithmetic
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.model import ExecutionPath, NativeLayers
+from rollout.engine.memory import HostMemory
+from rollout.engine.scheduling.plan import plan_by_hand
 
-log = logging.getLogger("rollout.engine.cpu")
+log = logging.getLogger(__name__)
 
 OUTPUTS = 256
 """outputs of each product that are compared with the exact sum"""

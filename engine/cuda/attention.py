@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.cuda import tiles as cutting
-from engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
-from engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
-from engine.forward.attention import CannotAttend, StepCapacity
-from engine.forward.batch import Batch
-from engine.kv.fp8 import is_fp8, scales_as
-from engine.kv.pages import PagedKV
+from rollout.engine.cuda import tiles as cutting
+from rollout.engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
+from rollout.engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
+from rollout.engine.forward.attention import CannotAttend, StepCapacity
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.fp8 import is_fp8, scales_as
+from rollout.engine.kv.pages import PagedKV
 
 PARTS_OF_A_ROW = 32
 """partial results per sequence, on average, for which memory is reserved at least; rows beyond that are not split, with the
@@ -56,8 +56,8 @@ class Prepared(NamedTuple):
 
 
 class TritonAttention:
-    """CUDA attention backend (`engine.forward.attention.Backend`). A query's numbers depend neither on how its step is cut into
-    tiles nor on shared prefixes. Raises TritonUnavailable."""
+    """CUDA attention backend (`rollout.engine.forward.attention.Backend`). A query's numbers depend neither on how its step is
+    cut into tiles nor on shared prefixes. Raises TritonUnavailable."""
 
     name = "triton"
     arithmetic = "triton/1"
@@ -67,7 +67,7 @@ class TritonAttention:
 
         Args:
             programs: programs that run at the same time, the same number for each KV head; None = as many as fill the device.
-            kernels: stands in for `engine.cuda.attention_kernels`, for tests.
+            kernels: stands in for `rollout.engine.cuda.attention_kernels`, for tests.
         """
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
@@ -200,7 +200,7 @@ def _import(device: torch.device) -> Any:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise TritonUnavailable("on the CPU, Triton runs only in its interpreter: set TRITON_INTERPRET=1")
     try:
-        from engine.cuda import attention_kernels as triton_kernels
+        from rollout.engine.cuda import attention_kernels as triton_kernels
     except ImportError as error:
         raise TritonUnavailable(f"Triton cannot be imported ({error}); it comes with the CUDA builds of torch") from error
     return triton_kernels

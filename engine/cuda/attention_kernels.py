@@ -1,4 +1,4 @@
-"""Attention over paged KV in Triton: three kernels; `engine.cuda.tiles` divides their work.
+"""Attention over paged KV in Triton: three kernels; `rollout.engine.cuda.tiles` divides their work.
 
     store    K and V of a step's tokens into their slots
     attend   tiles: queries × chunks of a block table; writes the output, or one partial result per chunk
@@ -6,7 +6,8 @@
 
 Layout in a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
 query heads of one KV head together, so that each K and V is read once for all of them. With FP8, these are codes, followed by
-the scales of K and of V, two per word (`engine.kv.fp8`): scores are multiplied by the scales of K, weights by those of V.
+the scales of K and of V, two per word (`rollout.engine.kv.fp8`): scores are multiplied by the scales of K, weights by those of
+V.
 
 `attend` runs as many programs as fill the device; each processes tile after tile with one KV head, in the order of
 `tiles.deal`. The number of tiles is read from memory, so one CUDA graph serves every step of its batch size.

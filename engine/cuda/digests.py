@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from engine.cuda.memory import to_device, to_host
+from rollout.engine.cuda.memory import to_device, to_host
 
 BLOCK = 1024
 STRIPE = 64
@@ -51,7 +51,8 @@ START = np.array([PRIMES_32[2], *PRIMES_64[:4], PRIMES_32[1], PRIMES_64[4], PRIM
 
 
 class DeviceHashes:
-    """Digests (`engine.memory.Hashes`) of `rows` pieces of data on `device`, each updated slice by slice on the current stream.
+    """Digests (`rollout.engine.memory.Hashes`) of `rows` pieces of data on `device`, each updated slice by slice on the current
+    stream.
 
     Example:
         hashes = DeviceHashes(2, device)
@@ -60,7 +61,7 @@ class DeviceHashes:
     """
 
     def __init__(self, rows: int, device: torch.device, batch_bytes: int = BATCH_BYTES) -> None:
-        from engine.cuda import digest_kernels
+        from rollout.engine.cuda import digest_kernels
 
         self._kernels = digest_kernels
         self._device = device

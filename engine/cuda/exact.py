@@ -2,10 +2,9 @@
 
     make_exact(module)    replaces every linear layer and RMSNorm of a transformers model, in place; gradients are torch's
 
-All other operations of such a module are element-wise, and attention (`engine.devices`) and sampling (`engine.cuda.sampling`)
-do not depend on the batch either. So a seeded sample is the same to the bit in every batch. `rollout.exact` gives a trainer's
-forward the same numbers.
-"""
+All other operations of such a module are element-wise, and attention (`rollout.engine.devices`) and sampling
+(`rollout.engine.cuda.sampling`) do not depend on the batch either. So a seeded sample is the same to the bit in every batch.
+`rollout.exact` gives a trainer's forward the same numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from engine.cuda.launches import power_of_two
-from engine.cuda.norms import agree, candidates
+from rollout.engine.cuda.launches import power_of_two
+from rollout.engine.cuda.norms import agree, candidates
 
 ARITHMETIC = "exact/1"
 """of products and norms; every change of their sums or roundings increases the version"""
@@ -107,7 +106,7 @@ class _Linear(torch.autograd.Function):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        from engine.cuda import fused_kernels
+        from rollout.engine.cuda import fused_kernels
 
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
@@ -130,7 +129,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from engine.cuda import exact_kernels
+    from rollout.engine.cuda import exact_kernels
 
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert weight.stride(-1) == 1

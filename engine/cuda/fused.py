@@ -1,5 +1,5 @@
 """Llama-like decoder layers (Qwen 2 and 3, Mistral, …) on CUDA in about ten launches each: four products, attention, and the
-kernels of `engine.cuda.fused_kernels` between them.
+kernels of `rollout.engine.cuda.fused_kernels` between them.
 
     normed ─ q|k|v ─ rope_store ─ attend ─ o ─ add_norm ─ gate|up ─ silu_mul ─ down ─ add_norm ─ normed of the next layer
 
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from engine.cuda.launches import power_of_two
-from engine.cuda.memory import CudaMemory
-from engine.forward.attention import Backend
-from engine.forward.batch import Batch
-from engine.kv.fp8 import is_fp8, scales_as
-from engine.kv.pages import PagedKV
-from engine.scheduling.plan import plan_by_hand
+from rollout.engine.cuda.launches import power_of_two
+from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.fp8 import is_fp8, scales_as
+from rollout.engine.kv.pages import PagedKV
+from rollout.engine.scheduling.plan import plan_by_hand
 
 CHECKED_ROWS = (2, 37)
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -40,7 +40,7 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 
 
 class StoredAttention(Protocol):
-    """Attention whose K and V the fused layers store themselves (`engine.cuda.attention.TritonAttention`)."""
+    """Attention whose K and V the fused layers store themselves (`rollout.engine.cuda.attention.TritonAttention`)."""
 
     def slots_of(self, batch: Batch) -> torch.Tensor: ...
 
@@ -58,7 +58,7 @@ class FusedDecoder:
 
     Args:
         asked: attention arguments of each layer (scaling and window).
-        kernels: `engine.cuda.fused_kernels`, or a stand-in for tests.
+        kernels: `rollout.engine.cuda.fused_kernels`, or a stand-in for tests.
         product: of rows and a weight [out, in]: `torch.nn.functional.linear`, or one that does not depend on the number of
             rows.
     """

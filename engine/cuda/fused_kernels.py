@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.cuda.attention_kernels import coded, magnitude, scale_of, store_scales
+from rollout.engine.cuda.attention_kernels import coded, magnitude, scale_of, store_scales
 
 
 @triton.jit

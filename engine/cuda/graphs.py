@@ -28,11 +28,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.forward.attention import Backend
-from engine.forward.batch import Batch
-from engine.kv.pages import PagedKV
+from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import PagedKV
 
-log = logging.getLogger("rollout.engine.cuda")
+log = logging.getLogger(__name__)
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Run]
@@ -40,8 +40,8 @@ Capture = Callable[[Run], Run]
 
 
 class LayerRing(Protocol):
-    """Part of weight offload (`engine.weights.offload.SlotRing`) that graphs need: the same slots at the beginning and the end
-    of each graph."""
+    """Part of weight offload (`rollout.engine.weights.offload.SlotRing`) that graphs need: the same slots at the beginning and
+    the end of each graph."""
 
     def join(self) -> None: ...
     def fill(self) -> None: ...

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.cuda.regions import Driver, MappedRegion
-from engine.memory import Hashes, MemoryRegion, pinned, split_like
+from rollout.engine.cuda.regions import Driver, MappedRegion
+from rollout.engine.memory import Hashes, MemoryRegion, pinned, split_like
 
 SPARE_BYTES = 1 << 30
 """bytes that temporary memory leaves free for others"""
 
 
 class CudaMemory:
-    """`engine.memory.DeviceMemory` of a CUDA device."""
+    """`rollout.engine.memory.DeviceMemory` of a CUDA device."""
 
     is_host = False
     pool_share = 0.8
@@ -28,7 +28,7 @@ class CudaMemory:
     def __init__(
         self, device: torch.device, hashes: Callable[[int], Hashes] | None = None, driver: Driver | None = None
     ) -> None:
-        """hashes: computes digests on the device; driver: provides fixed addresses (`engine.cuda.regions`); None: not
+        """hashes: computes digests on the device; driver: provides fixed addresses (`rollout.engine.cuda.regions`); None: not
         available."""
         self.device = device
         self.hashes = hashes

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-log = logging.getLogger("rollout.engine.cuda")
+log = logging.getLogger(__name__)
 
 SAMPLES = 64
 """rows on which both implementations of a norm are compared"""

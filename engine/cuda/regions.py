@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-log = logging.getLogger("rollout.engine.cuda")
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
 """largest piece of memory that is mapped at once"""
@@ -90,7 +90,7 @@ class Addresses:
 
 
 class MappedRegion:
-    """`engine.memory.MemoryRegion` of a driver. Memory and addresses are released with the last view of `data`. Raises
+    """`rollout.engine.memory.MemoryRegion` of a driver. Memory and addresses are released with the last view of `data`. Raises
     RuntimeError if the driver fails, torch.OutOfMemoryError."""
 
     def __init__(self, driver: Driver, size: int) -> None:

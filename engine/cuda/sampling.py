@@ -1,5 +1,6 @@
 """Sampling on a GPU: all inputs go to the device in one copy and all results come back in one. The host waits for a step only
-when it reads its results. `engine.cuda.sampling_kernels` describes the algorithm. Import only if Triton is installed."""
+when it reads its results. `rollout.engine.cuda.sampling_kernels` describes the algorithm. Import only if Triton is
+installed."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.cuda.memory import to_device, to_host
-from engine.cuda.sampling_kernels import draw_kernel
-from engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
+from rollout.engine.cuda.memory import to_device, to_host
+from rollout.engine.cuda.sampling_kernels import draw_kernel
+from rollout.engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
 
 BLOCK = 2048
 """logits of a row that are processed together"""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.scheduling.plan import LogitAdjustment
+from rollout.engine.scheduling.plan import LogitAdjustment
 
 AT_ONCE = 64
 """rows changed together: each takes half a megabyte or more, for a whole vocabulary"""

@@ -15,7 +15,7 @@ def arithmetic(computes: Any, backend: Any, fp8: bool = False) -> str:
     if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the bit.
 
     Args:
-        computes: `engine.forward.model.ExecutionPath`; None: the module itself.
+        computes: `rollout.engine.forward.model.ExecutionPath`; None: the module itself.
     """
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from engine.config import EngineConfig
-from engine.forward.batch import Batch
-from engine.kv.pages import PagedKV
+from rollout.engine.config import EngineConfig
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import PagedKV
 
 ATTENTION_NAME = "rollout"
 
@@ -47,7 +47,7 @@ class StepCapacity:
 
     @staticmethod
     def of(config: EngineConfig, model: Any) -> StepCapacity:
-        """Return the capacity for a configuration and a model (`engine.forward.model.ModelLike`)."""
+        """Return the capacity for a configuration and a model (`rollout.engine.forward.model.ModelLike`)."""
         return StepCapacity(
             tokens=max(config.most_tokens, 16),  # smaller batches are padded
             rows=max(config.most_seqs, 16),

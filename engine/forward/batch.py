@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.forward.sampling import SamplingBatch
-from engine.memory import DeviceMemory
-from engine.scheduling.plan import Plan
+from rollout.engine.forward.sampling import SamplingBatch
+from rollout.engine.memory import DeviceMemory
+from rollout.engine.scheduling.plan import Plan
 
 MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
 """Fewest rows of a matrix product. With fewer rows, libraries use another code path, so that a token's numbers would depend on

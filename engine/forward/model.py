@@ -1,6 +1,6 @@
 """A transformers causal language model: load it, check that our attention supports it, and run a step.
 
-Parameter names are those of the trainer's model. The device decides what runs the layers (`engine.devices`).
+Parameter names are those of the trainer's model. The device decides what runs the layers (`rollout.engine.devices`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.config import EngineConfig
-from engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend
-from engine.forward.batch import Batch
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import DeviceMemory
-from engine.weights.offload import OffloadedModel
+from rollout.engine.config import EngineConfig
+from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.memory import DeviceMemory
+from rollout.engine.weights.offload import OffloadedModel
 
-log = logging.getLogger("rollout.engine.forward")
+log = logging.getLogger(__name__)
 
 
 class UnsupportedModel(ValueError):

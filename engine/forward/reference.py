@@ -11,7 +11,7 @@ neither on other queries of its tile or batch nor on the chunking of its prompt.
 `Batch.shared` is not used.
 
 Layout in a block: K and V as [kv_heads, block_size, width], each with its own width; with fp8, codes and scales
-(`engine.kv.pages`), decoded to fp32 before the products.
+(`rollout.engine.kv.pages`), decoded to fp32 before the products.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.forward.batch import Batch
-from engine.kv.pages import Cells, PagedKV, keys_and_values
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import Cells, PagedKV, keys_and_values
 
 MASKED = -1e30
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from engine.forward.adjust import FAR, Adjust
-from engine.scheduling.plan import MaskedTokens, Plan, SampledTokens, TopLogprobs
+from rollout.engine.forward.adjust import FAR, Adjust
+from rollout.engine.scheduling.plan import MaskedTokens, Plan, SampledTokens, TopLogprobs
 
 DISTRIBUTIONS = 64
 """rows that torch processes together: each takes half a megabyte or more, for a whole vocabulary"""
@@ -88,7 +88,7 @@ class PendingTokens(NamedTuple):
 
 
 class DrawKernel(Protocol):
-    """Samples on a device: `engine.cpu.kernels.Kernels`, or the module `engine.cuda.sampling`."""
+    """Samples on a device: `rollout.engine.cpu.kernels.Kernels`, or the module `rollout.engine.cuda.sampling`."""
 
     def fits(self, logits: torch.Tensor) -> bool:
         """Return whether it supports logits of this dtype and vocabulary."""

@@ -32,14 +32,14 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from engine.forward.attention import Backend, CannotAttend
-from engine.forward.batch import MIN_ROWS, Batch, padded
-from engine.forward.model import Model, UnsupportedModel, in_one_line
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import DeviceMemory
-from engine.scheduling.plan import plan_by_hand
+from rollout.engine.forward.attention import Backend, CannotAttend
+from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
+from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.memory import DeviceMemory
+from rollout.engine.scheduling.plan import plan_by_hand
 
-log = logging.getLogger("rollout.engine.forward")
+log = logging.getLogger(__name__)
 
 TOKENS = 96
 """length of a text"""

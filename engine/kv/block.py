@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kv.versions import Versions
+from rollout.engine.kv.versions import Versions
 
 
 class OutOfBlocks(Exception):
@@ -16,8 +16,8 @@ class OutOfBlocks(Exception):
 
 
 class Block:
-    """One block of KV: its slots on the device and in host memory, its reference counts and its key. `engine.kv.store` lists
-    the states."""
+    """One block of KV: its slots on the device and in host memory, its reference counts and its key. `rollout.engine.kv.store`
+    lists the states."""
 
     __slots__ = ("device", "host", "owners", "users", "content", "key", "version", "later")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.block import BlockCopies, Spans
 
 Pairs = list[tuple[int, int]]
 """(source slot, destination slot) of each copy"""

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.config import KVName
-from engine.kv import fp8
-from engine.kv.block import BlockCopies, Spans
-from engine.kv.copies import AllSlots, Copied, Copy, CopyEngine, StepClaims, SyncCopies
-from engine.memory import DeviceMemory
+from rollout.engine.config import KVName
+from rollout.engine.kv import fp8
+from rollout.engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.copies import AllSlots, Copied, Copy, CopyEngine, StepClaims, SyncCopies
+from rollout.engine.memory import DeviceMemory
 
 MADV_POPULATE_WRITE = 23
 """Linux 5.14; Python has no constant for it"""
@@ -44,7 +44,7 @@ class KVGeometry(NamedTuple):
     other_value_dim: int | None = None
     """width of V; None: the same as of K"""
     fp8: bool = False
-    """stored as `engine.kv.fp8` defines, not in `dtype`"""
+    """stored as `rollout.engine.kv.fp8` defines, not in `dtype`"""
 
     @property
     def value_dim(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.block import Block, BlockCopies, BlockPool
+from rollout.engine.kv.block import Block, BlockCopies, BlockPool
 
 
 class BlockPlacement:

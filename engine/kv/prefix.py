@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from engine.kv.block import Block
-    from engine.kv.versions import Versions
+    from rollout.engine.kv.block import Block
+    from rollout.engine.kv.versions import Versions
 
 
 def content_key(parent: bytes | None, tokens: np.ndarray) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
-from engine.memory import DeviceMemory, free_memory
+from rollout.engine.config import EngineConfig
+from rollout.engine.memory import DeviceMemory, free_memory
 
 PINNED_BYTES = 16 << 30
 """largest default size of a pinned host pool: a driver pins a few gigabytes per second"""

@@ -1,4 +1,4 @@
-"""KV blocks: reference counts, placement and reuse. Works on integers; `engine.kv.pages` holds the bytes.
+"""KV blocks: reference counts, placement and reuse. Works on integers; `rollout.engine.kv.pages` holds the bytes.
 
 A `Block` is `block_size` tokens of KV for all layers. It can have a slot on the device, in host memory, or in both:
 
@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from engine.kv.block import Block, BlockCopies, OutOfBlocks
-from engine.kv.placement import BlockPlacement
-from engine.kv.prefix import PrefixIndex
+from rollout.engine.kv.block import Block, BlockCopies, OutOfBlocks
+from rollout.engine.kv.placement import BlockPlacement
+from rollout.engine.kv.prefix import PrefixIndex
 
 
 class BlockStore:

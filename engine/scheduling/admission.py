@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
-from engine.scheduling.fairness import first_waiting
-from engine.scheduling.preemption import can_offload, evict_idle, growth
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.fairness import first_waiting
+from rollout.engine.scheduling.preemption import can_offload, evict_idle, growth
+from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.scheduling.state import SchedulerState
 
 COMPUTED_PER_SAMPLED = 8
 """tokens of KV that could be dropped, for each token that is sampled before they are: bounds the work of recomputation"""

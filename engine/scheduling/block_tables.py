@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.kv.block import Block
-from engine.kv.prefix import block_key, content_key
-from engine.kv.store import BlockStore
-from engine.scheduling.counters import Counters
-from engine.scheduling.sequence import Sequence
+from rollout.engine.kv.block import Block
+from rollout.engine.kv.prefix import block_key, content_key
+from rollout.engine.kv.store import BlockStore
+from rollout.engine.scheduling.counters import Counters
+from rollout.engine.scheduling.sequence import Sequence
 
 
 class BlockTables:

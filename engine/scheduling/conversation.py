@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.kv.block import Block
-from engine.kv.store import BlockStore
-from engine.kv.versions import KVVersions
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.sequence import Sequence
-from engine.types import Group
+from rollout.engine.kv.block import Block
+from rollout.engine.kv.store import BlockStore
+from rollout.engine.kv.versions import KVVersions
+from rollout.engine.scheduling.block_tables import BlockTables
+from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.types import Group
 
 MAX_TURNS = 65_536
 """turns that are remembered: the newest"""

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.kv.block import BlockCopies
-from engine.kv.copies import Copied
-from engine.scheduling.plan import Plan
-from engine.scheduling.sequence import Sequence
+from rollout.engine.kv.block import BlockCopies
+from rollout.engine.kv.copies import Copied
+from rollout.engine.scheduling.plan import Plan
+from rollout.engine.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)

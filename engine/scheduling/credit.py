@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from engine.scheduling.counters import Rate
+from rollout.engine.scheduling.counters import Rate
 
 LEVELS = 4
 """levels of credit above none: a client has priority over clients on a lower level, so that they change places a few times and

@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.scheduling.ngrams import NgramIndex
-from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.ngrams import NgramIndex
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.scheduling.state import SchedulerState
 
 MOST_ROWS = 32
 """of a step that drafts: with more, looking for drafts takes longer than they save"""

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.state import Decision, SchedulerState
+from rollout.engine.scheduling.sequence import Row, Sequence
+from rollout.engine.scheduling.state import Decision, SchedulerState
 
 
 def priority_clients(state: SchedulerState) -> Collection[str]:

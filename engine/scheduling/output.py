@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.scheduling.plan import SampledTokens, TopLogprobs
-from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.state import SchedulerState
-from engine.types import FinishReason, Sample
+from rollout.engine.scheduling.plan import SampledTokens, TopLogprobs
+from rollout.engine.scheduling.sequence import Row, Sequence
+from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.types import FinishReason, Sample
 
 Learn = Callable[[Sequence, tuple[int, ...], list[int]], None]
 """called with a sequence, its draft and the tokens that were appended"""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.block import BlockCopies, Spans
 
 SAMPLING = np.dtype(
     [

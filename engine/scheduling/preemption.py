@@ -6,18 +6,17 @@
     mirror       full blocks are copied to host memory in advance, so that preempting copies only partial blocks
     ahead        where copies run beside the compute, room for the next step is made while this one runs
 
-`engine.scheduling.admission` bounds what preemption by recompute costs. Batched offload and preemption by recompute are ideas
-of transformers' continuous batching (changes #45184, #43150, #46587).
-"""
+`rollout.engine.scheduling.admission` bounds what preemption by recompute costs. Batched offload and preemption by recompute are
+ideas of transformers' continuous batching (changes #45184, #43150, #46587)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import islice
 
-from engine.kv.block import Block
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.state import Decision, SchedulerState
+from rollout.engine.kv.block import Block
+from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.scheduling.state import Decision, SchedulerState
 
 
 # ── who stops ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from engine.scheduling.plan import SAMPLING
-from engine.scheduling.sequence import Sequence
+from rollout.engine.scheduling.plan import SAMPLING
+from rollout.engine.scheduling.sequence import Sequence
 
 Place = tuple[int, ...]
 """Of a waiting sequence within its client: by priority; of equal ones first those that were stopped for another client, then

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.kv.prefix import block_key, content_key
-from engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
-from engine.scheduling.sequence import Row, Sequence
-from engine.scheduling.state import SchedulerState
+from rollout.engine.kv.prefix import block_key, content_key
+from rollout.engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
+from rollout.engine.scheduling.sequence import Row, Sequence
+from rollout.engine.scheduling.state import SchedulerState
 
 
 def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
 
 `plan()` decides a step, the pipeline launches it and calls `launched()`, `commit()` records what it sampled: at once, or after
-the next step has been planned and launched (`engine.pipeline`). One call of `plan()`:
+the next step has been planned and launched (`rollout.engine.pipeline`). One call of `plan()`:
 
     1. stop      sequences of clients without priority (fairness.py); the last in rank if KV blocks run out (preemption.py);
                  those of clients with more than their share of the slots
@@ -20,15 +20,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from engine.config import EngineConfig
-from engine.scheduling import admission, fairness, output, preemption
-from engine.scheduling.drafts import Drafts
-from engine.scheduling.plan import Plan, SampledTokens, copies_only
-from engine.scheduling.rows import build_plan, decode_rows, prefill_row
-from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.stopping import Stops
-from engine.types import Group, Sample, TokenChunk
+from rollout.engine.config import EngineConfig
+from rollout.engine.scheduling import admission, fairness, output, preemption
+from rollout.engine.scheduling.drafts import Drafts
+from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
+from rollout.engine.scheduling.rows import build_plan, decode_rows, prefill_row
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.stopping import Stops
+from rollout.engine.types import Group, Sample, TokenChunk
 
 MAX_SCORES = 1024
 """given tokens that one step scores: their logits are in memory together"""

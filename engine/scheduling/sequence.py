@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator
 import msgspec
 import numpy as np
 
-from engine.kv.block import Block
-from engine.kv.versions import KVVersions
-from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
+from rollout.engine.kv.block import Block
+from rollout.engine.kv.versions import KVVersions
+from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
+from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
 
 
 class GroupState:
-    """A group that is not finished. Written by `SchedulerState` and `engine.scheduling.output` only."""
+    """A group that is not finished. Written by `SchedulerState` and `rollout.engine.scheduling.output` only."""
 
     __slots__ = (
         "group",

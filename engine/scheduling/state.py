@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from engine.config import EngineConfig
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.conversation import ConversationIndex, PinnedKV, Timers
-from engine.scheduling.counters import Counters, Rates
-from engine.scheduling.credit import ClientCredit
-from engine.scheduling.queue import RunningTable, WaitingQueue
-from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.types import FinishReason, Sample
+from rollout.engine.config import EngineConfig
+from rollout.engine.kv.store import BlockStore
+from rollout.engine.scheduling.block_tables import BlockTables
+from rollout.engine.scheduling.conversation import ConversationIndex, PinnedKV, Timers
+from rollout.engine.scheduling.counters import Counters, Rates
+from rollout.engine.scheduling.credit import ClientCredit
+from rollout.engine.scheduling.queue import RunningTable, WaitingQueue
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.types import FinishReason, Sample
 
 CONTINUED: frozenset[FinishReason] = frozenset(("stop", "length", "cut", "deadline"))
 """finish reasons of a child that another turn may continue"""
@@ -39,7 +39,7 @@ class Decision(NamedTuple):
 
 class SchedulerState:
     """Owns groups, queues, the block store and pinned KV, and is the only writer of groups and sequences, together with
-    `BlockTables` (blocks) and `engine.scheduling.output` (tokens)."""
+    `BlockTables` (blocks) and `rollout.engine.scheduling.output` (tokens)."""
 
     def __init__(
         self, config: EngineConfig, device_blocks: int, host_blocks: int, max_blocks: int, clock: Callable[[], float]
@@ -64,7 +64,7 @@ class SchedulerState:
         self.admitting = True
         """False: groups that have not started stay in the queue"""
         self.clients: Collection[str] = ()
-        """the clients whose sequences the newest plan computes; see `engine.scheduling.fairness.priority_clients`"""
+        """the clients whose sequences the newest plan computes; see `rollout.engine.scheduling.fairness.priority_clients`"""
         self.others_wait = False
         """other clients have sequences that could run"""
         self.in_flight: dict[int, list[Row]] = {}

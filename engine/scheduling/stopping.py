@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
-from engine.types import FinishReason, Group, PartialSample, Sampling
+from rollout.engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
+from rollout.engine.types import FinishReason, Group, PartialSample, Sampling
 
 
 class NoVocabulary(ValueError):

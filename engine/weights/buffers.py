@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from engine.memory import DeviceMemory, host_buffer, placed, side_by_side
-from engine.weights.staging import SLICE_BYTES
+from rollout.engine.memory import DeviceMemory, host_buffer, placed, side_by_side
+from rollout.engine.weights.staging import SLICE_BYTES
 
-log = logging.getLogger("rollout.engine.weights")
+log = logging.getLogger(__name__)
 
 DEVICE_SLICE_BYTES = 64 << 20
 """slice of the exchange with tensors on a device, where each copy has a latency of some 10 µs"""

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from engine.memory import DeviceMemory
-from engine.types import TensorInfo
-from engine.weights.staging import Source, StagedTensor, Staging
-from engine.weights.tensors import InvalidWeights, flat_bytes
+from rollout.engine.memory import DeviceMemory
+from rollout.engine.types import TensorInfo
+from rollout.engine.weights.staging import Source, StagedTensor, Staging
+from rollout.engine.weights.tensors import InvalidWeights, flat_bytes
 
 RANGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """dtypes whose values may overflow the model's dtype; fp8 values cannot"""

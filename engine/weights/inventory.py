@@ -8,9 +8,17 @@ import numpy as np
 import torch
 import xxhash
 
-from engine.memory import Hashes
-from engine.types import TensorInfo, manifest_digest
-from engine.weights.tensors import DTYPES, InvalidWeights, checkpoint_tensors, digest_of, dtype_name, flat_bytes, tensor_bytes
+from rollout.engine.memory import Hashes
+from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.weights.tensors import (
+    DTYPES,
+    InvalidWeights,
+    checkpoint_tensors,
+    digest_of,
+    dtype_name,
+    flat_bytes,
+    tensor_bytes,
+)
 
 READ_BYTES = 8 << 20
 """bytes that `Digests.read_live` reads at a time"""
@@ -21,8 +29,8 @@ class Inventory:
     tensors.
 
     Args:
-        module: None: a model without tensors.
-        masters: maps the id of an offloaded parameter to the host tensor that a refresh writes (`engine.weights.offload`).
+        module: None: a model without tensors. masters: maps the id of an offloaded parameter to the host tensor that a refresh
+        writes (`rollout.engine.weights.offload`).
     """
 
     def __init__(self, module: torch.nn.Module | None, masters: Mapping[int, torch.nn.Parameter]) -> None:

@@ -1,7 +1,7 @@
 """Weights: parameters and their version. A refresh is a transaction.
 
     staging = weights.begin(manifest)    checks names, shapes, dtypes and version; writes nothing
-    staging.feed(source) …               see `engine.weights.staging`; generation continues
+    staging.feed(source) …               see `rollout.engine.weights.staging`; generation continues
     weights.commit(staging)              between two steps: exchanges live ⇄ staged, then sets the version; or changes nothing
 
     live       parameters of the module     every refresh keeps their storage; after `release_memory` it may be another one
@@ -15,9 +15,8 @@ weights, and a failure at tensor k restores tensors 0 … k from it. Undo needs 
 After a sleep dropped the weights, there is nothing to undo: a refresh is staged directly into the live tensors, and no step
 runs until it is complete and checked (`dropped`).
 
-For a parameter of an offloaded layer (`engine.weights.offload`), "live" is its master in host memory; the same transaction
-fills the slots on the device from the masters.
-"""
+For a parameter of an offloaded layer (`rollout.engine.weights.offload`), "live" is its master in host memory; the same
+transaction fills the slots on the device from the masters."""
 
 from __future__ import annotations
 
@@ -26,17 +25,17 @@ from typing import Any
 
 import torch
 
-from engine.memory import DeviceMemory, HostMemory, storage_bytes
-from engine.types import Adapter, Served, TensorInfo
-from engine.weights.buffers import RefreshBuffers
-from engine.weights.device_staging import DeviceStaging
-from engine.weights.inventory import Digests, Inventory
-from engine.weights.lora import AdapterBase, AdapterMerge
-from engine.weights.offload import OffloadedModel
-from engine.weights.resident import ResidentTensors
-from engine.weights.staging import StagedTensor, Staging
-from engine.weights.tensors import InvalidWeights
-from engine.weights.versions import check_named, next_version
+from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
+from rollout.engine.types import Adapter, Served, TensorInfo
+from rollout.engine.weights.buffers import RefreshBuffers
+from rollout.engine.weights.device_staging import DeviceStaging
+from rollout.engine.weights.inventory import Digests, Inventory
+from rollout.engine.weights.lora import AdapterBase, AdapterMerge
+from rollout.engine.weights.offload import OffloadedModel
+from rollout.engine.weights.resident import ResidentTensors
+from rollout.engine.weights.staging import StagedTensor, Staging
+from rollout.engine.weights.tensors import InvalidWeights
+from rollout.engine.weights.versions import check_named, next_version
 
 
 class WeightsTorn(RuntimeError):

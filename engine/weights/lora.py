@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
-from engine.weights.inventory import Digests, Inventory
-from engine.weights.staging import StagedTensor, finite
-from engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes
+from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
+from rollout.engine.weights.inventory import Digests, Inventory
+from rollout.engine.weights.staging import StagedTensor, finite
+from rollout.engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes
 
 FACTORS = ("float64", "float32", "float16", "bfloat16")
 """dtypes of A and B, and of the tensors to which B A is added"""

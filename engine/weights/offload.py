@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.config import WeightOffload
-from engine.memory import DeviceMemory, host_buffer, placed, side_by_side, storage_bytes
+from rollout.engine.config import WeightOffload
+from rollout.engine.memory import DeviceMemory, host_buffer, placed, side_by_side, storage_bytes
 
-log = logging.getLogger("rollout.engine.weights")
+log = logging.getLogger(__name__)
 
 
 class SlotRing:

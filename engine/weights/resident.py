@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from engine.memory import ALIGNMENT, DeviceMemory, MemoryRegion, host_buffer, placed, side_by_side
+from rollout.engine.memory import ALIGNMENT, DeviceMemory, MemoryRegion, host_buffer, placed, side_by_side
 
 
 class ResidentTensors:

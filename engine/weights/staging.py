@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import xxhash
 
-from engine.types import TensorInfo, manifest_digest
-from engine.weights.tensors import InvalidWeights, tensor_bytes
+from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.weights.tensors import InvalidWeights, tensor_bytes
 
 SLICE_BYTES = 1 << 20
 GRAIN = 32_768
@@ -64,7 +64,7 @@ class StagedTensor:
 
 
 class TensorSlices(Protocol):
-    """Computes staged tensors from others that arrived: `engine.weights.lora.AdapterMerge`."""
+    """Computes staged tensors from others that arrived: `rollout.engine.weights.lora.AdapterMerge`."""
 
     @property
     def bases(self) -> Mapping[str, torch.Tensor]: ...

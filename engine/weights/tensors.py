@@ -1,8 +1,7 @@
 """Names and bytes of a model's tensors, for the engine that refreshes them and the trainer that sends them.
 
-Imports torch and `engine.types` only, so that a trainer can import it: both sides agree on which tensors a model has and which
-bytes a tensor is.
-"""
+Imports torch and `rollout.engine.types` only, so that a trainer can import it: both sides agree on which tensors a model has
+and which bytes a tensor is."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from engine.types import TensorInfo
+from rollout.engine.types import TensorInfo
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

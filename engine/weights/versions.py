@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.types import Served
-from engine.weights.tensors import InvalidWeights
+from rollout.engine.types import Served
+from rollout.engine.weights.tensors import InvalidWeights
 
 VERSION_LIMIT = 2**63
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.cuda.graphs import cuda_capture
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.kv.pages import KVGeometry, PagedKV, keys_and_values
-from engine.memory import free_memory
-from engine.scheduling.plan import SharedPrefix, plan_by_hand
+from rollout.engine.cuda.graphs import cuda_capture
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
+from rollout.engine.memory import free_memory
+from rollout.engine.scheduling.plan import SharedPrefix, plan_by_hand
 
 PATTERN = 61
 """different blocks in a pool; a prime, so that neighbours in a table differ in every layout"""

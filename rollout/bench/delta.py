@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.types import Refreshed
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.inputs import PromptText
 from rollout.bench.target import connected
 from rollout.client.lora import digest_of_tensors
 from rollout.config import Config
+from rollout.engine.types import Refreshed
 from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.forward.arithmetic import without_fp8
-from engine.types import Sample, Sampling
 from rollout.bench.harness import BenchSetup, Row
 from rollout.config import Config
+from rollout.engine.forward.arithmetic import without_fp8
+from rollout.engine.types import Sample, Sampling
 from rollout.exact import sample_logprobs, use_exact
 
 PROMPTS, PROMPT_TOKENS, N, NEW_TOKENS = 8, 512, 4, 128

@@ -24,14 +24,14 @@ import msgspec
 import numpy as np
 import psutil
 
-from engine.config import EngineConfig
-from engine.types import Sampling
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import RandomText, save_tiny
 from rollout.bench.target import connected
 from rollout.bench.workloads import Workload, find
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Sampling
 
 WAIT_S = 600.0
 SHORT_SIZES = (8, 16, 32)

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from engine.config import EngineConfig
-from engine.cpu.kernels import Kernels, choose
 from rollout.bench.harness import BoundBroken, Row
 from rollout.bench.peaks import KINDS, MIB, fastest, reading, register_peak
 from rollout.bench.workloads import Workload
 from rollout.config import InputError
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.kernels import Kernels, choose
 
 LOOKS = 5
 """measurements of the peak and of each rate, each time"""

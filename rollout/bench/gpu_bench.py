@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import transformers
 
-from engine.config import AdvancedConfig, EngineConfig, KVName
-from engine.engine import Engine
-from engine.forward.model import Model
 from rollout.bench.by_hand import median_ms, release
 from rollout.bench.inputs import RandomText, lognormal
 from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
 from rollout.bench.workloads import Workload, find
+from rollout.engine.config import AdvancedConfig, EngineConfig, KVName
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model
 
 Rows = Iterator[dict[str, Any]]
 FUSED = AdvancedConfig(fused_layers=True)

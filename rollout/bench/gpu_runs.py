@@ -15,10 +15,6 @@ import psutil
 import torch
 import transformers
 
-from engine.engine import Engine
-from engine.kv.block import BlockCopies, Spans
-from engine.kv.copies import Copied
-from engine.types import Group, Refreshed, Sampling
 from rollout.bench.against import parse, peer
 from rollout.bench.by_hand import free_on, median_ms, release, synchronize
 from rollout.bench.gpu_bench import FUSED, MODELS, SETTLE, Bench, Rows, kept
@@ -28,8 +24,12 @@ from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
 from rollout.client.api import RolloutClient
+from rollout.engine.engine import Engine
+from rollout.engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.copies import Copied
+from rollout.engine.types import Group, Refreshed, Sampling
 from rollout.service.loop import Service
-from transport.weights import Via
+from rollout.transport.weights import Via
 
 PEER_START_S, PEER_RUN_S = 120.0, 150.0
 TRAINER_S = 240.0

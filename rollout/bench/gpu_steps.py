@@ -12,18 +12,18 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.config import AdvancedConfig, WeightOffload
-from engine.cuda.exact import make_plain
-from engine.devices import device_of
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.forward.model import Model
-from engine.types import Group, Sampling
-from engine.weights.offload import OffloadedModel
 from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import FUSED, SETTLE, Bench, ForwardCost, Rows, beside_limit, kept
 from rollout.bench.inputs import lognormal
+from rollout.engine.config import AdvancedConfig, WeightOffload
+from rollout.engine.cuda.exact import make_plain
+from rollout.engine.devices import device_of
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.model import Model
+from rollout.engine.types import Group, Sampling
+from rollout.engine.weights.offload import OffloadedModel
 
 OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.config import EngineConfig, IsaName, KVName
 from rollout import models
 from rollout.bench.inputs import PromptText
 from rollout.bench.target import OpenTarget, open_engine, open_service
+from rollout.engine.config import EngineConfig, IsaName, KVName
 
 Row = dict[str, Any]
 """an object of the JSON output; `summary` is true in the last one of a measurement"""

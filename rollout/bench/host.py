@@ -7,7 +7,7 @@ Groups of 16 over 512 tokens decode. Only steps in which all sequences decode co
 logits; its time is subtracted.
 
 A second measurement adds a simulated device that is busy for DEVICE_MS per step: the length of a step without and with
-overlapping (`engine.pipeline`).
+overlapping (`rollout.engine.pipeline`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.config import EngineConfig
-from engine.devices import Backend, Device, NativeAttention
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.forward.sampling import PendingTokens, SamplingBatch
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.scheduling.plan import SampledTokens
-from engine.types import Group, Sampling
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.inputs import RandomText
+from rollout.engine.config import EngineConfig
+from rollout.engine.devices import Backend, Device, NativeAttention
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.sampling import PendingTokens, SamplingBatch
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.scheduling.plan import SampledTokens
+from rollout.engine.types import Group, Sampling
 
 SEQUENCES = (128, 256)
 PROMPT_TOKENS, N, NEW_TOKENS = 512, 16, 256
@@ -38,7 +38,8 @@ DEVICE_MS = 2.0
 
 
 class NoModel:
-    """`engine.forward.model.ModelLike` with a forward of zeros. It builds the index arrays of attention like a real model."""
+    """`rollout.engine.forward.model.ModelLike` with a forward of zeros. It builds the index arrays of attention like a real
+    model."""
 
     name = "no model"
     vocab_size = 32

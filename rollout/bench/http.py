@@ -26,12 +26,12 @@ import msgspec
 import numpy as np
 import psutil
 
-from engine.types import Sampling
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import PromptSource, RandomText, save_tiny
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.types import Sampling
 
 PROMPTS, N = 8, 32
 PROMPT_TOKENS, NEW_TOKENS = 128, 128

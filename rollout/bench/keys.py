@@ -18,15 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.types import NONE_SERVED, Limits, Sample, Sampling
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
+from rollout.engine.types import NONE_SERVED, Limits, Sample, Sampling
 from rollout.service.journal import Journal
-from transport import messages as m
-from transport.columns import pack_samples
-from transport.frames import Frame, frame_bytes, pack
-from transport.keys import files
-from transport.sockets import ClientEnd, ServiceEnd
-from transport.weights.inline import CHUNK_BYTES, WINDOW_BYTES
+from rollout.transport import messages as m
+from rollout.transport.columns import pack_samples
+from rollout.transport.frames import Frame, frame_bytes, pack
+from rollout.transport.keys import files
+from rollout.transport.sockets import ClientEnd, ServiceEnd
+from rollout.transport.weights.inline import CHUNK_BYTES, WINDOW_BYTES
 
 SAMPLE_TOKENS = 2048
 SAMPLES, CHUNKS, TURNS = 4000, 64, 400

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.types import Sampling
 from rollout.bench.fidelity import score
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.target import connected
 from rollout.client.lora import base_tensors, digest_of_tensors
 from rollout.config import Config, InputError
+from rollout.engine.types import Sampling
 from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.cpu.kernels import Kernels
+from rollout.engine.cpu.kernels import Kernels
 
 FMA, DOT, TILES = range(3)
 """kinds of multiplication in c/peaks.c"""

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.cpu.isa import ISAS, here
-from engine.cpu.kernels import Kernels
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.peaks import KINDS, MIB, fastest, reading, register_peak, timed
+from rollout.engine.cpu.isa import ISAS, here
+from rollout.engine.cpu.kernels import Kernels
 
 ROWS = (1, 8, 32, 128, 512)
 SHAPES = {

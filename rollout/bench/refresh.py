@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.types import Sampling
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.inputs import PromptText, stored_weights
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Sampling
 
 WAYS = ("files", "gloo", "inline", "shm")
 PROMPTS, PROMPT_TOKENS, N = 2, 256, 8

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.types import Sample, Sampling
 from rollout.bench.against import Peer, peer
 from rollout.bench.harness import BenchFailed, Row
 from rollout.bench.inputs import PromptSource, PromptText
 from rollout.bench.target import OpenTarget, Target
 from rollout.bench.workloads import Workload
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Sample, Sampling
 
 COUNTERS = (
     "prefill_tokens", "recomputed_tokens", "prefix_hit_tokens", "fork_saved_tokens", "offloads", "offloaded_blocks",

@@ -18,10 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.forward.model import ModelLike
 from rollout.bench.by_hand import (
     attention_alone,
     batch_of,
@@ -36,6 +32,10 @@ from rollout.bench.by_hand import (
 )
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import lognormal, long_enough
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.model import ModelLike
 from rollout.models import hide_progress_bars
 
 NAME = "sharing"
@@ -86,8 +86,8 @@ def shapes(device: str) -> tuple[PrefixShape, ...]:
 def measure_model(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per variant and a summary for each shape. Raises BenchFailed if variants differ or memory does not
     suffice."""
-    from engine.devices import device_of
-    from engine.forward.model import open_model
+    from rollout.engine.devices import device_of
+    from rollout.engine.forward.model import open_model
 
     hide_progress_bars()
     config = setup.config()

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.types import Group, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.models import hide_progress_bars
 from rollout.process import RunningService, service_process
 
@@ -96,7 +96,7 @@ def open_service(config: Config) -> Iterator[Target]:
 
 @contextmanager
 def open_engine(config: Config) -> Iterator[Target]:
-    from engine.engine import Engine
+    from rollout.engine.engine import Engine
 
     hide_progress_bars()
     yield EngineTarget(Engine(config.engine, limits=config.limits))

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.cpu.backward import fast_in_bf16
-from engine.cpu.isa import best, here
-from engine.cpu.products import plain_products, use_products
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
+from rollout.engine.cpu.backward import fast_in_bf16
+from rollout.engine.cpu.isa import best, here
+from rollout.engine.cpu.products import plain_products, use_products
 from rollout.exact import token_logprobs, use_exact_attention
 from rollout.models import hide_progress_bars
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.types import Sampling
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import PromptText, stored_weights
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Sampling
 
 CONVERSATIONS, TURNS = 8, 10
 PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS = 256, 48, 64

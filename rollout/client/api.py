@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.lora import Adapters, AdapterSource
@@ -20,10 +19,11 @@ from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, 
 from rollout.client.session import ClientSession
 from rollout.client.streams import Generation
 from rollout.client.submission import Prompt, Samples, continued_group, group_of, rest_of, scored_group, turn_group
-from transport.messages import Welcome
-from transport.sockets import ClientTransport
-from transport.weights import Via
-from transport.weights.group import own_address
+from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
+from rollout.transport.messages import Welcome
+from rollout.transport.sockets import ClientTransport
+from rollout.transport.weights import Via
+from rollout.transport.weights.group import own_address
 
 __all__ = ["Handle", "PartialSample", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 

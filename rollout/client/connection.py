@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from engine.types import Limits
-from transport.errors import NotBelieved
-from transport.frames import Frame, frame_bytes
-from transport.messages import UNTAKEN_BYTES, Ack, Welcome
+from rollout.engine.types import Limits
+from rollout.transport.errors import NotBelieved
+from rollout.transport.frames import Frame, frame_bytes
+from rollout.transport.messages import UNTAKEN_BYTES, Ack, Welcome
 
 ACK_ENTRY_BYTES = 16
 """bytes of an entry of Ack besides the group's id"""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, no_tokens
-from transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
-from transport.errors import InvalidRequest, RequestTimeout, RolloutError
-from transport.frames import Frame
+from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, no_tokens
+from rollout.transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
+from rollout.transport.errors import InvalidRequest, RequestTimeout, RolloutError
+from rollout.transport.frames import Frame
 
 OnSample = Callable[["Handle", Sample | None], None]
 """called in the I/O thread with each sample of a group; with None when the group failed"""

@@ -21,14 +21,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from engine.types import Limits, Served
 from rollout.client.connection import AckQueue, ConnectionState, LinkTiming, SendQueue, check_same_service, restarted
 from rollout.client.handle import Handle
 from rollout.client.pending import PendingRequests, child_aborts
+from rollout.engine.types import Limits, Served
 from rollout.logs import Repeats, logger
-from transport import messages as m
-from transport.columns import unpack_samples
-from transport.errors import (
+from rollout.transport import messages as m
+from rollout.transport.columns import unpack_samples
+from rollout.transport.errors import (
     ClientClosed,
     IdConflict,
     KeyRefused,
@@ -40,8 +40,8 @@ from transport.errors import (
     copy_of,
     from_wire,
 )
-from transport.frames import Decoder, Frame, pack
-from transport.sockets import ClientTransport
+from rollout.transport.frames import Decoder, Frame, pack
+from rollout.transport.sockets import ClientTransport
 
 log = logger(__name__)
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
-from engine.types import Adapter, LoraTarget, manifest_digest
-from transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused
-from transport.weights.tensors import digest
+from rollout.engine.types import Adapter, LoraTarget, manifest_digest
+from rollout.transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused
+from rollout.transport.weights.tensors import digest
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ def unserved(path: str, kind: str) -> WeightsRefused:
 
 def digest_of_tensors(tensors: Mapping[str, Any]) -> str:
     """Return the `manifest_digest` of tensors on any device."""
-    from engine.weights.tensors import flat_bytes, info_of
+    from rollout.engine.weights.tensors import flat_bytes, info_of
 
     data = {name: flat_bytes(tensor) for name, tensor in tensors.items()}
     digests = {name: digest(each if each.is_cuda else each.numpy()) for name, each in data.items()}
@@ -151,7 +151,7 @@ def digest_of_tensors(tensors: Mapping[str, Any]) -> str:
 
 def base_tensors(module: Any) -> dict[str, Any]:
     """List the tensors of a model without its adapters, under their names in the checkpoint."""
-    from engine.weights.tensors import checkpoint_tensors
+    from rollout.engine.weights.tensors import checkpoint_tensors
 
     own = {}
     for name, tensor in checkpoint_tensors(module)[0].items():

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import Limits, Sample, Served
 from rollout.client.connection import split_ids
 from rollout.client.handle import Handle
+from rollout.engine.types import Limits, Sample, Served
 from rollout.logs import logger
-from transport.checks import NOTHING, Bounds
-from transport.columns import unpack_progress
-from transport.errors import NotBelieved, RolloutError, ServiceLost, ServiceRestarted, copy_of
-from transport.frames import Frame
-from transport.messages import Abort, Applied, Progress, StatusReply, Welcome, digests
+from rollout.transport.checks import NOTHING, Bounds
+from rollout.transport.columns import unpack_progress
+from rollout.transport.errors import NotBelieved, RolloutError, ServiceLost, ServiceRestarted, copy_of
+from rollout.transport.frames import Frame
+from rollout.transport.messages import Abort, Applied, Progress, StatusReply, Welcome, digests
 
 REMEMBERED = 64
 """versions whose digest is remembered"""

@@ -7,7 +7,7 @@
                             Sender.after_commit    broadcasts (gloo, nccl)
 
 Only chunks wait for the Lease before Commit: otherwise the service can stage and apply between the same two steps. The weight
-transports are in `transport.weights`. torch is imported when the first tensors are given.
+transports are in `rollout.transport.weights`. torch is imported when the first tensors are given.
 """
 
 from __future__ import annotations
@@ -24,15 +24,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Adapter, KVPolicy, Limits, Refreshed, manifest_digest
 from rollout.client.link import Link
+from rollout.engine.types import Adapter, KVPolicy, Limits, Refreshed, manifest_digest
 from rollout.logs import logger
-from transport import messages as m
-from transport.checks import check_refreshed
-from transport.errors import InvalidRequest, NotBelieved, RequestTimeout, RolloutError, SourceUnreachable, WeightsRefused
-from transport.weights import Sender, Via, transports
-from transport.weights.manifest import pack_manifest, pack_targets
-from transport.weights.tensors import Tensors
+from rollout.transport import messages as m
+from rollout.transport.checks import check_refreshed
+from rollout.transport.errors import (
+    InvalidRequest,
+    NotBelieved,
+    RequestTimeout,
+    RolloutError,
+    SourceUnreachable,
+    WeightsRefused,
+)
+from rollout.transport.weights import Sender, Via, transports
+from rollout.transport.weights.manifest import pack_manifest, pack_targets
+from rollout.transport.weights.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +233,7 @@ class RefreshTransaction:
 
 def read(named_tensors: Any) -> Tensors:
     """Read the names and bytes of a module, a state dict or pairs. Raises WeightsRefused naming the invalid tensor."""
-    from engine.weights.tensors import InvalidWeights, flat_bytes, info_of, named_pairs
+    from rollout.engine.weights.tensors import InvalidWeights, flat_bytes, info_of, named_pairs
 
     try:
         pairs = named_pairs(named_tensors)
@@ -243,7 +250,7 @@ def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:
     """Return the function that digests tensors on their GPU. None without Triton or the engine's CUDA part: then their bytes
     are copied to the host for that."""
     try:
-        from engine.cuda.digests import device_hashes, digests_of
+        from rollout.engine.cuda.digests import device_hashes, digests_of
     except ImportError:
         return None
     return digests_of if device_hashes() else None

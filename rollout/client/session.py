@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, cast, get_args
 
-from engine.types import Group, Limits, Served, Tag
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.submission import check_budget, seeded, sendable
-from transport import messages as m
-from transport.errors import InvalidRequest, ServiceLost
-from transport.sockets import ClientEnd, ClientTransport
+from rollout.engine.types import Group, Limits, Served, Tag
+from rollout.transport import messages as m
+from rollout.transport.errors import InvalidRequest, ServiceLost
+from rollout.transport.sockets import ClientEnd, ClientTransport
 
 
 class ClientSession:

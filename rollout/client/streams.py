@@ -7,10 +7,10 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-from engine.types import Group, Sample, Sampling
 from rollout.client.handle import Handle, OnChange
 from rollout.client.submission import Prompt, group_of, scored_group
-from transport.errors import GroupFailed, InvalidRequest, RequestTimeout
+from rollout.engine.types import Group, Sample, Sampling
+from rollout.transport.errors import GroupFailed, InvalidRequest, RequestTimeout
 
 
 class SampleStream:

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.client.handle import Handle
-from transport.columns import pack_partials
-from transport.errors import InvalidRequest, LimitExceeded
-from transport.frames import Frame, pack
-from transport.messages import Submit, digest
+from rollout.engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
+from rollout.transport.columns import pack_partials
+from rollout.transport.errors import InvalidRequest, LimitExceeded
+from rollout.transport.frames import Frame, pack
+from rollout.transport.messages import Submit, digest
 
 Prompt = Sequence[int] | np.ndarray
 """[prompt_tokens] token ids"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.types import Sample
+from rollout.engine.types import Sample
 
 
 def text_of(tokenizer: Any, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:

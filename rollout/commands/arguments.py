@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 
-from engine.config import IsaName, KVName, WeightOffload
-from engine.types import Sampling
 from rollout import config as configuration
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError
-from transport.keys.files import DEFAULT_FILE, Role
+from rollout.engine.config import IsaName, KVName, WeightOffload
+from rollout.engine.types import Sampling
+from rollout.transport.keys.files import DEFAULT_FILE, Role
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from tqdm import tqdm
 
-from engine.config import EngineConfig
-from engine.types import Sample, Sampling
 from rollout import models
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Sample, Sampling
 from rollout.process import service_process
 
 QUESTIONS = (

@@ -20,11 +20,11 @@ from typing import Any, TextIO
 import msgspec
 from tqdm import tqdm
 
-from engine.types import Sample, Sampling
 from rollout import models
 from rollout.client.text import text_of
 from rollout.commands.connecting import connected
 from rollout.config import Config, InputError
+from rollout.engine.types import Sample, Sampling
 from rollout.process import service_process
 
 

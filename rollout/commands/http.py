@@ -12,7 +12,7 @@ from rollout.commands.arguments import HttpArgs
 from rollout.commands.connecting import connected
 from rollout.config import InputError
 from rollout.process import check_writable, write_atomically
-from transport.keys.files import BadKeys, read_private
+from rollout.transport.keys.files import BadKeys, read_private
 
 
 def run(args: HttpArgs) -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rollout.commands.arguments import KeysArgs
 from rollout.config import InputError
-from transport.keys import files
-from transport.keys.curve import check_libzmq
-from transport.sockets import check_bind
+from rollout.transport.keys import files
+from rollout.transport.keys.curve import check_libzmq
+from rollout.transport.sockets import check_bind
 
 TAKES = {"init": ("address",), "add": ("address", "role", "out"), "revoke": (), "show": ()}
 """flags of each action, beside --file"""

@@ -30,8 +30,8 @@ from rollout.commands.interrupt import STATUS, imports_end
 from rollout.config import CannotServe, Config, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
-from transport.errors import RequestTimeout, RolloutError, ServiceLost
-from transport.keys.files import BadKeys
+from rollout.transport.errors import RequestTimeout, RolloutError, ServiceLost
+from rollout.transport.keys.files import BadKeys
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,17 +17,17 @@ import msgspec
 import psutil
 import xxhash
 
-from engine.config import EngineConfig
-from engine.types import Limits, Served
 from rollout import models
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Limits, Served
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
-from transport.errors import ServiceLost
-from transport.sockets import ServiceEnd
+from rollout.transport.errors import ServiceLost
+from rollout.transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
     from rollout.service.journal import Journal

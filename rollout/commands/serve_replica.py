@@ -13,10 +13,10 @@ from rollout.commands.starting import Stopper, start
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError
 from rollout.fleet.join_client import JoinClient, own_name
 from rollout.process import Folder
-from transport.keys import files
-from transport.keys.files import ClientKey, ClientKeys
-from transport.sockets import check_address
-from transport.weights.group import own_address
+from rollout.transport.keys import files
+from rollout.transport.keys.files import ClientKey, ClientKeys
+from rollout.transport.sockets import check_address
+from rollout.transport.weights.group import own_address
 
 if TYPE_CHECKING:
     from rollout.service.engine_api import EngineLike

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.types import Mode
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
+from rollout.engine.types import Mode
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import HasReplicas, live_of
 from rollout.service.watchdog import MODELS, LoopPhase, Phase
-from transport.sockets import ServiceEnd
+from rollout.transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from rollout.engine.engine import Engine
     from rollout.service.engine_api import EngineLike
     from rollout.service.journal import Journal
     from rollout.service.loop import Service
@@ -77,9 +77,9 @@ def open_journal(config: Config) -> Journal | None:
 
 def load(config: Config) -> Engine:
     """Make the engine of `config.engine`; downloads its model if necessary. Raises CannotServe, ValueError."""
-    from engine.engine import Engine
-    from engine.forward.model import BrokenModel, UnsupportedModel
     from rollout import models
+    from rollout.engine.engine import Engine
+    from rollout.engine.forward.model import BrokenModel, UnsupportedModel
 
     models.hide_progress_bars()
     try:

@@ -17,7 +17,7 @@ from rich.text import Text
 from rollout.client.api import RolloutClient
 from rollout.commands.connecting import connected
 from rollout.config import InputError
-from transport.errors import shown
+from rollout.transport.errors import shown
 
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR = 24

@@ -21,13 +21,13 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.cpu.backward import fast_in_bf16
-from engine.devices import NativeAttention, ReferenceAttention
+from rollout.engine.cpu.backward import fast_in_bf16
+from rollout.engine.devices import NativeAttention, ReferenceAttention
 from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, float, int], torch.Tensor]
-"""signature of `engine.devices.Backend.attend`"""
+"""signature of `rollout.engine.devices.Backend.attend`"""
 
 ROWS = "exact_rows"
 """keyword argument that passes the `BatchLayout` to each layer's attention"""

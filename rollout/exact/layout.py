@@ -58,7 +58,7 @@ class BatchLayout:
 
     @cached_property
     def batch(self) -> Any:
-        """Return the fields of `engine.forward.batch.Batch` that an attention backend reads."""
+        """Return the fields of `rollout.engine.forward.batch.Batch` that an attention backend reads."""
         return SimpleNamespace(
             num_tokens=len(self.tokens),
             slots=torch.from_numpy(self.slots),

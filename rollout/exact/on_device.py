@@ -1,8 +1,8 @@
 """The service's arithmetic for trainers on CUDA: attention over whole sequences, products, norms and log-probs.
 
-A service with `exact = true` computes with `engine.cuda.exact`, `engine.cuda.attention` and `engine.cuda.sampling`. This module
-installs the same in a trainer's model, so that the log-probs are equal. The backward is torch's.
-"""
+A service with `exact = true` computes with `rollout.engine.cuda.exact`, `rollout.engine.cuda.attention` and
+`rollout.engine.cuda.sampling`. This module installs the same in a trainer's model, so that the log-probs are equal. The
+backward is torch's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from engine.cuda import exact
-from engine.cuda.exact import make_exact, make_plain
-from engine.devices import StepCapacity, TritonAttention, draw_kernel
+from rollout.engine.cuda import exact
+from rollout.engine.cuda.exact import make_exact, make_plain
+from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
 
 ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
 """of a service on CUDA with `exact = true`"""
 
 
 class DeviceAttention:
-    """`engine.devices.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so far. A batch is
-    prepared once for all layers. programs: concurrent programs of the kernel; None = chosen for the device."""
+    """`rollout.engine.devices.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so far. A batch
+    is prepared once for all layers. programs: concurrent programs of the kernel; None = chosen for the device."""
 
     def __init__(self, device: torch.device, programs: int | None = None) -> None:
         self._device = device
@@ -88,7 +88,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
 class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        from engine.cuda.sampling import given_logprobs
+        from rollout.engine.cuda.sampling import given_logprobs
 
         ctx.save_for_backward(logits, tokens)
         ctx.scale = temperature or 1.0

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from engine.types import Adapter, KVPolicy, TensorInfo
-from transport.errors import WeightsRefused, WrongBase
-from transport.weights.files import DTYPES
-from transport.weights.shm import Segment, ShmOffer
+from rollout.engine.types import Adapter, KVPolicy, TensorInfo
+from rollout.transport.errors import WeightsRefused, WrongBase
+from rollout.transport.weights.files import DTYPES
+from rollout.transport.weights.shm import Segment, ShmOffer
 
 WIDTHS = dict(DTYPES.values())
 """bytes of an element, by dtype"""

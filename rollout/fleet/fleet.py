@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from engine.types import (
+from rollout.engine.types import (
     NONE_SERVED,
     Adapter,
     Group,
@@ -39,8 +39,8 @@ from rollout.fleet.retries import sent_before
 from rollout.fleet.sleeping import SleepState
 from rollout.fleet.timing import TIMING, Timing
 from rollout.fleet.weights import FleetStaging
-from transport import messages as m
-from transport.errors import ServiceLost
+from rollout.transport import messages as m
+from rollout.transport.errors import ServiceLost
 
 NOTHING = dict.fromkeys(
     ("running", "waiting", "groups", "steps", "generated_tokens", "offloads", "recompute_preemptions", "recomputed_tokens"), 0

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
+from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.fleet import retries, routing
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.placement import OpenGroup, PlacedChildren, new_tokens, seeded
@@ -25,8 +25,8 @@ from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
 from rollout.fleet.retries import candidates, concerns_group, count_failure, exhausted, runs_again
 from rollout.fleet.sample_locations import SampleLocations
-from transport.checks import NOTHING
-from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
+from rollout.transport.checks import NOTHING
+from rollout.transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
 MAX_PLACED = 2048
 """children of waiting groups that are sent, or ended, in one iteration of the loop"""

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.types import Limits
+from rollout.engine.types import Limits
 from rollout.logs import logger
-from transport import messages as m
-from transport.errors import ProtocolError
-from transport.frames import Decoder, pack
-from transport.sockets import ClientEnd
+from rollout.transport import messages as m
+from rollout.transport.errors import ProtocolError
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.sockets import ClientEnd
 
 JOIN_S = 1.0
 """interval of Join messages"""

@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.types import Limits
+from rollout.engine.types import Limits
 from rollout.fleet.launcher import PREFIX, ProcessExit, Use, alike, least_used
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
-from transport import messages as m
-from transport.errors import Busy, Forbidden, InvalidRequest, LimitExceeded, RolloutError, VersionMismatch
-from transport.frames import Decoder, pack
-from transport.keys.files import FILE_VERSION, ClientKeys
-from transport.keys.ring import client_of
-from transport.sockets import ServiceTransport, check_address
+from rollout.transport import messages as m
+from rollout.transport.errors import Busy, Forbidden, InvalidRequest, LimitExceeded, RolloutError, VersionMismatch
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.keys.files import FILE_VERSION, ClientKeys
+from rollout.transport.keys.ring import client_of
+from rollout.transport.sockets import ServiceTransport, check_address
 
 log = logger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
-from engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.client.handle import Handle
+from rollout.engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.fleet.replica import Replica
 
 LEAST_DEADLINE_S = 1e-3

@@ -11,17 +11,17 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from engine.types import Limits
 from rollout.client.connection import LinkTiming
 from rollout.client.link import Link
+from rollout.engine.types import Limits
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.replica_status import ProgressWatch, ReplicaStatus, read_status
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
-from transport.errors import NotBelieved
-from transport.keys.files import ClientKeys
-from transport.messages import GATHERS, StatusRequest, Welcome
-from transport.sockets import ClientEnd
+from rollout.transport.errors import NotBelieved
+from rollout.transport.keys.files import ClientKeys
+from rollout.transport.messages import GATHERS, StatusRequest, Welcome
+from rollout.transport.sockets import ClientEnd
 
 NEVER_S = 1e9
 """the router, not the link, decides how long a replica may be away"""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.types import NONE_SERVED, Served
+from rollout.engine.types import NONE_SERVED, Served
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.join_listener import JoinListener, ReplicaEvent
 from rollout.fleet.launcher import LauncherLike
@@ -26,8 +26,8 @@ from rollout.fleet.scaling import Scaling
 from rollout.fleet.timing import TIMING, Timing
 from rollout.fleet.weights import FleetWeights
 from rollout.logs import logger
-from transport import messages as m
-from transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
+from rollout.transport import messages as m
+from rollout.transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
 LOOK_S = 0.05
 MAX_FAILING = 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.types import Sample
+from rollout.engine.types import Sample
 from rollout.fleet.placement import OpenGroup, PlacedChildren
 from rollout.fleet.replica import Replica
-from transport.errors import InvalidRequest, LimitExceeded, RolloutError
+from rollout.transport.errors import InvalidRequest, LimitExceeded, RolloutError
 
 MAX_MOVES = 8
 """replicas that may be lost with a group before it ends as "error", since it may be what kills them"""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.replica import Replica, State
-from transport.messages import MOST_REPLICAS
+from rollout.transport.messages import MOST_REPLICAS
 
 RANK = (State.DEAD, State.JOINING, State.STALE, State.SUSPECT, State.SERVING)
 """removed first to last"""

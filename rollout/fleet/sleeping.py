@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, get_args
 
-from engine.types import Tag
-from transport import messages as m
+from rollout.engine.types import Tag
+from rollout.transport import messages as m
 
 PARTS: frozenset[Tag] = frozenset(get_args(Tag))
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import KVPolicy, Refreshed, manifest_digest
+from rollout.engine.types import KVPolicy, Refreshed, manifest_digest
 from rollout.fleet.content import SharedWeights
 from rollout.fleet.replica import Replica
 from rollout.logs import logger
-from transport import messages as m
-from transport.checks import check_refreshed
-from transport.errors import InvalidRequest, WeightsRefused
-from transport.weights.inline import InlineOffer, chunks
-from transport.weights.manifest import pack_manifest, pack_targets
-from transport.weights.shm import host_key
+from rollout.transport import messages as m
+from rollout.transport.checks import check_refreshed
+from rollout.transport.errors import InvalidRequest, WeightsRefused
+from rollout.transport.weights.inline import InlineOffer, chunks
+from rollout.transport.weights.manifest import pack_manifest, pack_targets
+from rollout.transport.weights.shm import host_key
 
 REPEAT_S = 5.0
 """interval of repeated Prepare requests, which keep the lease while other replicas stage"""

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.types import NONE_SERVED, Adapter, KVPolicy, Refreshed, Served, TensorInfo, manifest_digest
+from rollout.engine.types import NONE_SERVED, Adapter, KVPolicy, Refreshed, Served, TensorInfo, manifest_digest
 from rollout.fleet.content import LiveContent, SharedWeights, Versions, bytes_of
 from rollout.fleet.replica import Replica, linked, serving
 from rollout.fleet.transaction import ReplicaTransaction, sees_memory
 from rollout.logs import logger
-from transport import messages as m
-from transport.errors import Busy, SourceUnreachable, WeightsRefused
-from transport.weights.shm import Segment, SegmentView, ShmOffer
+from rollout.transport import messages as m
+from rollout.transport.errors import Busy, SourceUnreachable, WeightsRefused
+from rollout.transport.weights.shm import Segment, SegmentView, ShmOffer
 
 MAX_WIDTH = 4
 """largest ratio of a payload's bytes to the model's: float64 for bfloat16"""

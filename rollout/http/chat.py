@@ -14,7 +14,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.routing import Route
 
-from engine.types import Sample
+from rollout.engine.types import Sample
 from rollout.http.conversation import (
     CALL,
     TokenIdCache,

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from engine.types import KVPolicy, Tag
+from rollout.engine.types import KVPolicy, Tag
 from rollout.http.endpoints import Endpoints, Handler, flag, only_parameters
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import GenerationService

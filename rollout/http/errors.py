@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rollout.logs import logger
-from transport.errors import (
+from rollout.transport.errors import (
     Busy,
     ClientClosed,
     GroupFailed,

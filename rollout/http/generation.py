@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.client.handle import Handle
+from rollout.engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.http.endpoints import unless_disconnected
 from rollout.http.errors import HttpError, bad
 from rollout.http.prompt_pool import PromptPool
@@ -23,7 +23,7 @@ from rollout.http.requests import Part, PromptRequest, RequestQueue, Submit
 from rollout.http.settings import Settings
 from rollout.http.text import ChunkDecoder, Text, TextChunk, TextOptions
 from rollout.http.upstream import Upstream
-from transport.errors import InvalidRequest
+from rollout.transport.errors import InvalidRequest
 
 MAX_NAME = 256
 """characters of a request id"""

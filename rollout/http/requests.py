@@ -18,12 +18,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from engine.types import Sample, Sampling, TokenChunk
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
+from rollout.engine.types import Sample, Sampling, TokenChunk
 from rollout.http.errors import HttpError
 from rollout.http.settings import RequestLimits
-from transport.errors import LimitExceeded
+from rollout.transport.errors import LimitExceeded
 
 Submit = Callable[[np.ndarray, Sampling], Handle]
 Part = TokenChunk | Sample

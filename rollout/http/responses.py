@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import Sample, Sampling
+from rollout.engine.types import Sample, Sampling
 from rollout.http.generation import PromptGroup
 from rollout.http.text import TextChunk
 

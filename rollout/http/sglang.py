@@ -15,7 +15,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.routing import Route
 
-from engine.types import KVPolicy, Sample
+from rollout.engine.types import KVPolicy, Sample
 from rollout.http.control import FILES, load_folder, refusing, wake
 from rollout.http.endpoints import Endpoints, EventStream, only_parameters, unless_disconnected
 from rollout.http.errors import bad, not_served

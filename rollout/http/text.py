@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
-from engine.types import Sample, TokenChunk
 from rollout.client.text import text_of
+from rollout.engine.types import Sample, TokenChunk
 
 
 class Text:

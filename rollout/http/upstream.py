@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.types import KVPolicy, Refreshed
 from rollout.client.api import RolloutClient
+from rollout.engine.types import KVPolicy, Refreshed
 from rollout.http.errors import bad
-from transport.errors import Busy
-from transport.messages import Welcome
+from rollout.transport.errors import Busy
+from rollout.transport.messages import Welcome
 
 CONTROLS = 4
 """control calls at a time"""

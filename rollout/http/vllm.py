@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from engine.types import Sample, Sampling
+from rollout.engine.types import Sample, Sampling
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import GenerationService, PromptGroup, checked_name

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import Sample
+from rollout.engine.types import Sample
 
 
 def encode(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
@@ -44,7 +44,7 @@ def whole(tensor: Any) -> Any:
 
 def full_buffers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield (checkpoint name, whole tensor) of each persistent buffer."""
-    from engine.weights.tensors import persistent_buffers
+    from rollout.engine.weights.tensors import persistent_buffers
 
     for name, buffer in persistent_buffers(model).items():
         yield checkpoint_name(name), whole(buffer)

@@ -30,12 +30,12 @@ from typing import Any
 
 import msgspec
 
-from engine.types import KVPolicy, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
+from rollout.engine.types import KVPolicy, Sample, Sampling
 from rollout.integrations.common import checkpoint_name, encode, finished, full_buffers, seed_of, whole
 from rollout.integrations.trl_async import RolloutSample, ServiceRolloutWorker, ServiceWeights
-from transport.weights import Via
+from rollout.transport.weights import Via
 
 __all__ = [
     "GroupRollouts",

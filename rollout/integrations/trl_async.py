@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import KVPolicy, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
+from rollout.engine.types import KVPolicy, Sample, Sampling
 from rollout.integrations.common import encode, finished, full_buffers, seed_of
-from transport.errors import RequestTimeout
-from transport.weights import Via
+from rollout.transport.errors import RequestTimeout
+from rollout.transport.weights import Via
 
 
 class ServiceWeights:

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.types import Group, Sample
-from engine.weights.offload import OffloadedModel
 from rollout.config import TrackingConfig
+from rollout.engine.types import Group, Sample
+from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from rollout.metrics.meters import Row
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import Group, Sample
+from rollout.engine.types import Group, Sample
 
 Row = dict[str, float]
 Counts = Mapping[str, Any]

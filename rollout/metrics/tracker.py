@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from engine.types import Group, Sample
 from rollout.config import TrackingConfig
+from rollout.engine.types import Group, Sample
 from rollout.logs import logger
 from rollout.metrics.meters import EngineMeter, Row, SampleMeter
 from rollout.metrics.sinks import TIME_AXIS, Sink

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from rollout.service.session import Session
-from transport import messages as m
-from transport.errors import Forbidden, KeyRefused
-from transport.keys.files import ROLES, Role
-from transport.keys.ring import KeyRing, client_of
+from rollout.transport import messages as m
+from rollout.transport.errors import Forbidden, KeyRefused
+from rollout.transport.keys.files import ROLES, Role
+from rollout.transport.keys.ring import KeyRing, client_of
 
 ANY: tuple[Role, ...] = ROLES
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.types import Group, Limits, Sampling
+from rollout.engine.types import Group, Limits, Sampling
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
-from transport import messages as m
-from transport.columns import unpack_partials
-from transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
-from transport.weights import capabilities
+from rollout.transport import messages as m
+from rollout.transport.columns import unpack_partials
+from rollout.transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
+from rollout.transport.weights import capabilities
 
 
 def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:

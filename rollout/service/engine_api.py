@@ -1,13 +1,13 @@
-"""Protocols of the engine that a service serves: `engine.engine.Engine`, `rollout.fleet.fleet.Fleet`, and smaller ones in
-tests."""
+"""Protocols of the engine that a service serves: `rollout.engine.engine.Engine`, `rollout.fleet.fleet.Fleet`, and smaller ones
+in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo, TokenChunk
-from transport.weights.ends import LiveTensors, LiveWeights
+from rollout.engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo, TokenChunk
+from rollout.transport.weights.ends import LiveTensors, LiveWeights
 
 
 class ModelInfo(Protocol):
@@ -24,7 +24,7 @@ class ModelInfo(Protocol):
 
 
 class StagingLike(Protocol):
-    """What the service needs of `engine.weights.staging.Staging`."""
+    """What the service needs of `rollout.engine.weights.staging.Staging`."""
 
     version: int
     manifest_digest: str
@@ -40,20 +40,20 @@ class StagingLike(Protocol):
 
 
 class AdapterBaseLike(Protocol):
-    """What the service needs of `engine.weights.lora.Base`."""
+    """What the service needs of `rollout.engine.weights.lora.Base`."""
 
     @property
     def digest(self) -> str: ...
 
 
 class OwnTensors(LiveTensors, Protocol):
-    """The part of `engine.weights.inventory.Inventory` that exports tensors to another process of this host."""
+    """The part of `rollout.engine.weights.inventory.Inventory` that exports tensors to another process of this host."""
 
     def manifest(self) -> list[TensorInfo]: ...
 
 
 class WeightsLike(LiveWeights, Protocol):
-    """What the service needs of `engine.weights.live.Weights`."""
+    """What the service needs of `rollout.engine.weights.live.Weights`."""
 
     before: Served
     """the newest weights before a restart; other weights do not get their version"""
@@ -132,5 +132,5 @@ class HasReplicas(Protocol):
     """An engine that consists of replicas."""
 
     def change_replicas(self, action: str, count: int, name: str) -> None:
-        """Begin to add, remove or drain replicas (`transport.messages.Replicas`). Raises ValueError."""
+        """Begin to add, remove or drain replicas (`rollout.transport.messages.Replicas`). Raises ValueError."""
         ...

@@ -25,7 +25,7 @@ def number_of(engine_id: str) -> int:
 class GroupNames:
     """Engine ids of the newest groups of one client, in a ring with 16 bytes for each: there are hundreds per second, and few
     are looked up. A client's id is stored as a 64-bit digest. If two ids collide, the engine notices that the tokens of the
-    turn differ (`engine.scheduling.conversation`).
+    turn differ (`rollout.engine.scheduling.conversation`).
 
     session: number of the client's session."""
 

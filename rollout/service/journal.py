@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.types import FinishReason, Served
 from rollout.config import InputError
+from rollout.engine.types import FinishReason, Served
 from rollout.logs import logger
-from transport.errors import RolloutError
-from transport.frames import Frame
+from rollout.transport.errors import RolloutError
+from rollout.transport.frames import Frame
 
 FILE_VERSION = 3
 

@@ -6,13 +6,13 @@ waits for a request that cannot come.
 
 from __future__ import annotations
 
-from engine.types import Mode, Tag
+from rollout.engine.types import Mode, Tag
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, HasReplicas
 from rollout.service.session import Session
-from transport import messages as m
-from transport.errors import Busy, InvalidRequest
-from transport.frames import pack
+from rollout.transport import messages as m
+from rollout.transport.errors import Busy, InvalidRequest
+from rollout.transport.frames import pack
 
 MAX_WAITING = 1024
 """requests that may wait for one event"""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine.types import NONE_SERVED, Limits, Served
 from rollout.config import MIN_GRACE_S
+from rollout.engine.types import NONE_SERVED, Limits, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.access import REVOKED, Access
@@ -32,10 +32,10 @@ from rollout.service.restoring import restore
 from rollout.service.running import EngineGroups, described
 from rollout.service.session import SendLimits, Session, Sessions
 from rollout.service.watchdog import LoopPhase
-from transport import messages as m
-from transport.errors import NoSession
-from transport.frames import pack
-from transport.sockets import ServiceEnd, ServiceTransport
+from rollout.transport import messages as m
+from rollout.transport.errors import NoSession
+from rollout.transport.frames import pack
+from rollout.transport.sockets import ServiceEnd, ServiceTransport
 
 CLOSING_POLL_S = 0.005
 
@@ -113,7 +113,7 @@ class Service:
         keys: the service's key file (`rollout keys init`), for clients on this host too. None: this user's clients may do all.
         journal: stores sessions so that they survive the process; closed with the service.
         limits: of requests; by default the engine's.
-        transport: replaces the socket, e.g. `transport.loopback.LoopbackService()`.
+        transport: replaces the socket, e.g. `rollout.transport.loopback.LoopbackService()`.
         client_grace_s: a client that is silent for longer has its groups aborted and is forgotten. At least MIN_GRACE_S.
         max_outbox_bytes: of finished samples that a client has not acknowledged; over it, its groups end as "error".
         linger_s: longest time that `stop` waits for clients to receive the last messages.

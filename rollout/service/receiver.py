@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from engine.types import Limits
+from rollout.engine.types import Limits
 from rollout.logs import logger
 from rollout.service.access import Access
 from rollout.service.running import described
 from rollout.service.session import Sessions
-from transport import messages as m
-from transport.errors import GroupFailed, ProtocolError, RolloutError
-from transport.frames import Decoder, Frame, frame_bytes, pack
-from transport.sockets import ServiceTransport
+from rollout.transport import messages as m
+from rollout.transport.errors import GroupFailed, ProtocolError, RolloutError
+from rollout.transport.frames import Decoder, Frame, frame_bytes, pack
+from rollout.transport.sockets import ServiceTransport
 
 log = logger(__name__)
 

@@ -20,21 +20,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.types import Adapter, Refreshed
-from engine.types import BaseMismatch as OtherBase
+from rollout.engine.types import Adapter, Refreshed
+from rollout.engine.types import BaseMismatch as OtherBase
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, StagingLike
 from rollout.service.session import Session
 from rollout.service.watchdog import LoopPhase
 from rollout.service.weight_export import WeightExport
 from rollout.service.weight_reader import WeightReader
-from transport import messages as m
-from transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, copy_of
-from transport.frames import pack
-from transport.weights import Payload, open_payload
-from transport.weights.inline import WINDOW_BYTES
-from transport.weights.manifest import unpack_manifest, unpack_targets
-from transport.weights.shm import SegmentView
+from rollout.transport import messages as m
+from rollout.transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, copy_of
+from rollout.transport.frames import pack
+from rollout.transport.weights import Payload, open_payload
+from rollout.transport.weights.inline import WINDOW_BYTES
+from rollout.transport.weights.manifest import unpack_manifest, unpack_targets
+from rollout.transport.weights.shm import SegmentView
 
 MAX_REQUESTS = 1024
 """requests about one refresh that may wait for their answer"""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from engine.types import FinishReason, Group, Limits, Sample
+from rollout.engine.types import FinishReason, Group, Limits, Sample
 from rollout.logs import logger
 from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
@@ -17,10 +17,10 @@ from rollout.service.group_names import number_of
 from rollout.service.journal import Journal, JournaledGroup
 from rollout.service.running import EngineGroups, ParkedGroup
 from rollout.service.session import AcceptedGroup, Session, Sessions
-from transport import messages as m
-from transport.columns import unpack_samples
-from transport.errors import RolloutError
-from transport.frames import Decoder, Frame
+from rollout.transport import messages as m
+from rollout.transport.columns import unpack_samples
+from rollout.transport.errors import RolloutError
+from rollout.transport.frames import Decoder, Frame
 
 log = logger(__name__)
 

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.types import SEED_LIMIT, Group, Limits, Sample, Served
+from rollout.engine.types import SEED_LIMIT, Group, Limits, Sample, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike, live_of
 from rollout.service.group_names import engine_name, number_of
 from rollout.service.session import AcceptedGroup, GroupStatus, Session, without_tokens
-from transport import messages as m
-from transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
-from transport.frames import pack
+from rollout.transport import messages as m
+from rollout.transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
+from rollout.transport.frames import pack
 
 log = logger(__name__)
 

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.types import Sample, no_tokens
+from rollout.engine.types import Sample, no_tokens
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import GroupNames
 from rollout.service.journal import Persistence
 from rollout.service.streaming import MOST_TOKENS, Streaming
-from transport.columns import pack_samples
-from transport.errors import Busy
-from transport.frames import Frame, frame_bytes, pack
-from transport.messages import DIGESTS, GATHERS, Alive, StatusReply
+from rollout.transport.columns import pack_samples
+from rollout.transport.errors import Busy
+from rollout.transport.frames import Frame, frame_bytes, pack
+from rollout.transport.messages import DIGESTS, GATHERS, Alive, StatusReply
 
 log = logger(__name__)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.types import Group, TokenChunk
+from rollout.engine.types import Group, TokenChunk
 from rollout.service.engine_api import EngineLike
-from transport.columns import pack_progress
-from transport.messages import Progress
+from rollout.transport.columns import pack_progress
+from rollout.transport.messages import Progress
 
 MOST_TOKENS = 16_384
 """in one Progress message"""

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import xxhash
 
-from engine.types import Mode, TensorInfo, manifest_digest
+from rollout.engine.types import Mode, TensorInfo, manifest_digest
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, HasTensors, OwnTensors
 from rollout.service.session import Session
-from transport import messages as m
-from transport.errors import Busy, GroupFailed, InvalidRequest, RolloutError
-from transport.frames import pack
-from transport.weights.shm import Segment
+from rollout.transport import messages as m
+from rollout.transport.errors import Busy, GroupFailed, InvalidRequest, RolloutError
+from rollout.transport.frames import pack
+from rollout.transport.weights.shm import Segment
 
 PORTION_BYTES = 8 << 20
 MAX_WAITING = 64

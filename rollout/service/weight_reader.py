@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from engine.types import Mode
+from rollout.engine.types import Mode
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
-from transport import messages as m
-from transport.errors import Busy, GroupFailed
-from transport.frames import pack
+from rollout.transport import messages as m
+from rollout.transport.errors import Busy, GroupFailed
+from rollout.transport.frames import pack
 
 MAX_WAITING = 256
 """requests that may wait for the next pass"""

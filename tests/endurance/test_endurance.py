@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import zmq
 
-from engine.engine import Engine
-from engine.types import Group as EngineGroup
-from engine.types import Mode, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.lora import digest_of_tensors
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group as EngineGroup
+from rollout.engine.types import Mode, Sample, Sampling
+from rollout.transport import messages as m
+from rollout.transport.errors import RolloutError
 from tests.support.endurance import leaks, older
 from tests.support.endurance.account import Account, Group, Judge
 from tests.support.endurance.garbage import HARMFUL, Attacker
@@ -26,8 +28,6 @@ from tests.support.endurance.numberless import Contents
 from tests.support.hash_engine import HashEngine
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport import messages as m
-from transport.errors import RolloutError
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SAMPLING = Sampling(n=2, max_tokens=3, seed=1, ignore_eos=True)

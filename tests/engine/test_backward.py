@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.cpu import backward
-from engine.cpu.kernels import choose
-from engine.cpu.products import use_products
+from rollout.engine.cpu import backward
+from rollout.engine.cpu.kernels import choose
+from rollout.engine.cpu.products import use_products
 from rollout.exact import attention, token_logprobs, use_exact_attention
 from tests.support.tiny import tiny
 
@@ -117,5 +117,5 @@ def test_without_avx512_bf16_is_slow() -> None:
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("no x86 CPU")
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    code = "from engine.cpu.backward import fast_in_bf16; print(fast_in_bf16())"
+    code = "from rollout.engine.cpu.backward import fast_in_bf16; print(fast_in_bf16())"
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout == "False\n"

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import engine.worker
 import tests.support.invariants
-from engine.forward.batch import Batch
-from engine.forward.sampling import uniform
-from engine.scheduling.plan import Plan
-from engine.scheduling.queue import RunningTable, sampling_of
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from rollout.engine import worker
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.sampling import uniform
+from rollout.engine.scheduling.plan import Plan
+from rollout.engine.scheduling.queue import RunningTable, sampling_of
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequence import Sequence
 from tests.support.plans import rows as rows_of
 from tests.support.plans import sent
 from tests.support.toy import engine as toy_engine
@@ -108,7 +108,7 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
         assert_plain(batch, plain(e.scheduler, plan, block_size, rest[-1]))
         return batch
 
-    monkeypatch.setattr(engine.worker.Batch, "build", staticmethod(checked))
+    monkeypatch.setattr(worker.Batch, "build", staticmethod(checked))
     e = toy_engine(
         block_size=size,
         kv_tokens=r.choice([96, 256]),
@@ -126,7 +126,7 @@ def run_checked(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
             e.step()
         e.refresh({}, kv=kv)
     run(e)
-    monkeypatch.setattr(engine.worker.Batch, "build", staticmethod(build))
+    monkeypatch.setattr(worker.Batch, "build", staticmethod(build))
     assert e.counters.failed_steps == 0, "a batch was not the plain one: see the log"
     return compared
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.kv.block import Block, BlockPool, OutOfBlocks
-from engine.kv.prefix import block_key, content_key
-from engine.kv.store import BlockStore
+from rollout.engine.kv.block import Block, BlockPool, OutOfBlocks
+from rollout.engine.kv.prefix import block_key, content_key
+from rollout.engine.kv.store import BlockStore
 from tests.support.invariants import check_store
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.counters import Counters
-from engine.scheduling.queue import RunningTable
-from engine.scheduling.sequence import GroupState, Sequence
-from engine.types import Group, Sampling
+from rollout.engine.kv.store import BlockStore
+from rollout.engine.scheduling.block_tables import BlockTables
+from rollout.engine.scheduling.counters import Counters
+from rollout.engine.scheduling.queue import RunningTable
+from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.types import Group, Sampling
 
 
 class Setting:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.cpu import build
-from engine.cpu.attention import NativeAttention
-from engine.cpu.build import NativeUnavailable
-from engine.cpu.isa import EMULATED, here, isa_of
-from engine.cpu.isa import best as best_isa
-from engine.devices import CpuDevice, StepCapacity, choose_backend
-from engine.forward.reference import ReferenceAttention
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu import build
+from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.isa import EMULATED, here, isa_of
+from rollout.engine.cpu.isa import best as best_isa
+from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
+from rollout.engine.forward.reference import ReferenceAttention
 from tests.support.paged import (
     BF16,
     FP32,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import build, isa
-from engine.cpu.build import NativeUnavailable
-from engine.cpu.isa import best
-from engine.cpu.openmp import symbols
+from rollout.engine.cpu import build, isa
+from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.isa import best
+from rollout.engine.cpu.openmp import symbols
 
 PROGRAM = "int answer(void) { return 42; }"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.cpu.decoder import EchoAttention, NativeDecoder
-from engine.cpu.isa import here
-from engine.cpu.products import plain_products
-from engine.forward.model import Model
+from rollout.engine.cpu.decoder import EchoAttention, NativeDecoder
+from rollout.engine.cpu.isa import here
+from rollout.engine.cpu.products import plain_products
+from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run

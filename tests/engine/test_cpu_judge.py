@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cpu import select_path
-from engine.cpu.decoder import NativeDecoder, NotNative, look_at_module
-from engine.cpu.kernels import choose
-from engine.cpu.products import ExactLinear, products_of
-from engine.forward.model import Model
+from rollout.engine.cpu import select_path
+from rollout.engine.cpu.decoder import NativeDecoder, NotNative, look_at_module
+from rollout.engine.cpu.kernels import choose
+from rollout.engine.cpu.products import ExactLinear, products_of
+from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.equivalence import ROOMY, assert_same, groups
 from tests.support.tiny import tiny, tiny_engine

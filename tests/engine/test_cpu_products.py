@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu.isa import EMULATED, here, isa_of
-from engine.cpu.kernels import Kernels
-from engine.cpu.products import sensitive
+from rollout.engine.cpu.isa import EMULATED, here, isa_of
+from rollout.engine.cpu.kernels import Kernels
+from rollout.engine.cpu.products import sensitive
 
 CHAINS = [isa for isa in here() if isa_of(isa).arithmetic != "amx/1"]
 """whose products are one chain of FMAs for each output"""
@@ -158,6 +158,6 @@ def test_what_does_not_fit(kernels: Kernels) -> None:
 
 
 def test_emulated_sets_are_for_tests_alone() -> None:
-    from engine.cpu.isa import ISAS, best
+    from rollout.engine.cpu.isa import ISAS, best
 
     assert best() not in EMULATED and not set(EMULATED) & set(ISAS)

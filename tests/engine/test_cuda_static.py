@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import tiles  # noqa: E402
-from engine.cuda.attention import parts_for  # noqa: E402
-from engine.cuda.launches import KNOWN, PROGRAM_BYTES, LaunchLimits, choose  # noqa: E402
-from engine.devices import StepCapacity  # noqa: E402
 from rollout.bench.inputs import lognormal  # noqa: E402
+from rollout.engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda.attention import parts_for  # noqa: E402
+from rollout.engine.cuda.launches import KNOWN, PROGRAM_BYTES, LaunchLimits, choose  # noqa: E402
+from rollout.engine.devices import StepCapacity  # noqa: E402
 from tests.support import cuda_compile  # noqa: E402
 
 PROCESSORS = 132

@@ -11,8 +11,8 @@ import xxhash
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import digests  # noqa: E402
-from engine.cuda.digests import DeviceHashes, digests_of  # noqa: E402
+from rollout.engine.cuda import digests  # noqa: E402
+from rollout.engine.cuda.digests import DeviceHashes, digests_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = [0, 1, 16, 17, 128, 129, 240, 241, 255, 256, 960, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 33_793, 70_000]

@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine import memory as engine_memory  # noqa: E402
-from engine.memory import anonymous  # noqa: E402
-from engine.types import TensorInfo  # noqa: E402
-from engine.weights.buffers import RefreshBuffers  # noqa: E402
-from engine.weights.live import Weights  # noqa: E402
-from engine.weights.staging import Staging  # noqa: E402
-from engine.weights.tensors import InvalidWeights, describe, flat_bytes, with_digest  # noqa: E402
+from rollout.engine import memory as engine_memory  # noqa: E402
+from rollout.engine.memory import anonymous  # noqa: E402
+from rollout.engine.types import TensorInfo  # noqa: E402
+from rollout.engine.weights.buffers import RefreshBuffers  # noqa: E402
+from rollout.engine.weights.live import Weights  # noqa: E402
+from rollout.engine.weights.staging import Staging  # noqa: E402
+from rollout.engine.weights.tensors import InvalidWeights, describe, flat_bytes, with_digest  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 

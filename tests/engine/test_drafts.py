@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import engine.scheduling.drafts as drafts
-import engine.scheduling.output as output
-import engine.scheduling.rows as planning
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.drafts import (
+import rollout.engine.scheduling.drafts as drafts
+import rollout.engine.scheduling.output as output
+import rollout.engine.scheduling.rows as planning
+from rollout.engine.scheduling.block_tables import BlockTables
+from rollout.engine.scheduling.drafts import (
     ENOUGH,
     FIRST,
     MOST_LEFT,
@@ -27,8 +27,8 @@ from engine.scheduling.drafts import (
     StepSeconds,
     never_falling,
 )
-from engine.scheduling.ngrams import LONGEST, NgramIndex
-from engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.ngrams import LONGEST, NgramIndex
+from rollout.engine.scheduling.scheduler import Scheduler
 from tests.support.harness import Harness, random_schedule
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 

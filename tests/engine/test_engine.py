@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import memory
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.memory import VERSIONS, free_memory
-from engine.types import Group, Limits, Sampling
+from rollout.engine import memory
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.memory import VERSIONS, free_memory
+from rollout.engine.types import Group, Limits, Sampling
 from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import ToyModel, engine, expected, group, run
@@ -334,7 +334,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_configuration_is_an_error() -> None:
-    from engine.config import EngineConfig
+    from rollout.engine.config import EngineConfig
 
     with pytest.raises(msgspec.ValidationError, match="block_sise"):
         msgspec.convert({"block_sise": 16}, EngineConfig)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.cpu.isa import best, here, isa_of
-from engine.types import Group, Sample, Sampling
+from rollout.engine.cpu.isa import best, here, isa_of
+from rollout.engine.types import Group, Sample, Sampling
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run

@@ -10,8 +10,8 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import exact  # noqa: E402
-from engine.cuda.exact import NotExact, exact_linear, exact_norm, make_exact  # noqa: E402
+from rollout.engine.cuda import exact  # noqa: E402
+from rollout.engine.cuda.exact import NotExact, exact_linear, exact_norm, make_exact  # noqa: E402
 from tests.support.tiny import tiny  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-import engine.worker
+from rollout.engine import worker
 from tests.support import families
 from tests.support.families import FAMILIES, MLA_MOE, MOE, Outcome, both_in_a_child, build, outcome
 
@@ -75,5 +75,5 @@ def test_a_crash_and_a_hang_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_sweep_sees_a_model_that_is_served_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its negative control: without the judge, a window that only the mask knows is served, and wrong."""
-    monkeypatch.setattr(engine.worker, "check_model", lambda *_: None)
+    monkeypatch.setattr(worker, "check_model", lambda *_: None)
     assert outcome(build("phimoe"), "phimoe").kind == "wrong"

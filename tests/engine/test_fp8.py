@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.forward.arithmetic import FP8, without_fp8
-from engine.kv import fp8
-from engine.kv.pages import KVGeometry, PagedKV, keys_and_values
-from engine.memory import HostMemory
-from engine.types import Group, Sample, Sampling
+from rollout.engine.config import EngineConfig
+from rollout.engine.forward.arithmetic import FP8, without_fp8
+from rollout.engine.kv import fp8
+from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
+from rollout.engine.memory import HostMemory
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.tiny import tiny, tiny_engine
@@ -154,8 +154,8 @@ def test_an_engine_tells_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None
 def test_triton_s_samples_are_the_reference_s_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole engine in the interpreter: a prompt in chunks, a fork in the middle of a block, a partial block written on."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr("engine.cuda.tiles.CHUNK_TOKENS", 16)
-    monkeypatch.setattr("engine.worker.check_model", lambda *_: None)
+    monkeypatch.setattr("rollout.engine.cuda.tiles.CHUNK_TOKENS", 16)
+    monkeypatch.setattr("rollout.engine.worker.check_model", lambda *_: None)
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     asked = group("one", range(3, 24), n=2, max_tokens=4, ignore_eos=True)
     samples = []

@@ -13,10 +13,19 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from engine.cpu import functions, select_path
-from engine.cpu.functions import FUNCTIONS, GRAIN, VECTOR, WholeVectors, callers, plain_functions, use_whole_vectors, whole
-from engine.cpu.kernels import choose
-from engine.forward.model import Model
+from rollout.engine.cpu import functions, select_path
+from rollout.engine.cpu.functions import (
+    FUNCTIONS,
+    GRAIN,
+    VECTOR,
+    WholeVectors,
+    callers,
+    plain_functions,
+    use_whole_vectors,
+    whole,
+)
+from rollout.engine.cpu.kernels import choose
+from rollout.engine.forward.model import Model
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equipped import equip
 from tests.support.equivalence import assert_same

@@ -12,14 +12,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import fused_kernels  # noqa: E402
-from engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
-from engine.devices import CpuDevice, fuse  # noqa: E402
-from engine.engine import Engine  # noqa: E402
-from engine.forward.model import Model  # noqa: E402
-from engine.kv import fp8  # noqa: E402
-from engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
-from engine.memory import HostMemory  # noqa: E402
+from rollout.engine.cuda import fused_kernels  # noqa: E402
+from rollout.engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
+from rollout.engine.devices import CpuDevice, fuse  # noqa: E402
+from rollout.engine.engine import Engine  # noqa: E402
+from rollout.engine.forward.model import Model  # noqa: E402
+from rollout.engine.kv import fp8  # noqa: E402
+from rollout.engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
+from rollout.engine.memory import HostMemory  # noqa: E402
 from tests.support.configs import engine_config
 from tests.support.cuda_launches import launches_per_layer  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny  # noqa: E402
@@ -46,7 +46,7 @@ def decoder(module: Any) -> tuple[FusedDecoder, Model]:
     ],
 )
 def test_the_logits_of_the_module(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
+    monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
     options = SMALL | ({"head_dim": 24} if family == "qwen3" else {})
     module = tiny(family, dtype, **options)
     names = dict(module.named_parameters())
@@ -68,7 +68,7 @@ def test_numbers_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, model = decoder(tiny("qwen3", **SMALL))
     layer = fused.body.layers[0]
     layer.post_attention_layernorm.weight.data.mul_(2)
-    monkeypatch.setattr("engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
+    monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", CHECKED_ROWS[:1])
     other = SimpleNamespace(weight=torch.ones_like(layer.input_layernorm.weight), variance_epsilon=1e-6)
     norm = fused._norm
     monkeypatch.setattr(fused, "_norm", lambda x, residual, each: norm(x, residual, other))
@@ -102,7 +102,7 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
 def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
     monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
-    monkeypatch.setattr("engine.worker.check_model", lambda served: None)  # takes seconds in the interpreter
+    monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)  # takes seconds in the interpreter
     settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
         cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,

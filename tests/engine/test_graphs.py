@@ -18,14 +18,14 @@ from tests.support.equivalence import same
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.config import EngineConfig  # noqa: E402
-from engine.cuda import tiles  # noqa: E402
-from engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
-from engine.engine import Engine  # noqa: E402
-from engine.forward.batch import padded  # noqa: E402
-from engine.memory import HostMemory, anonymous  # noqa: E402
-from engine.types import Sample  # noqa: E402
-from engine.worker import ModelKernels, Worker  # noqa: E402
+from rollout.engine.config import EngineConfig  # noqa: E402
+from rollout.engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
+from rollout.engine.engine import Engine  # noqa: E402
+from rollout.engine.forward.batch import padded  # noqa: E402
+from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
+from rollout.engine.types import Sample  # noqa: E402
+from rollout.engine.worker import ModelKernels, Worker  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
@@ -40,8 +40,8 @@ def small_chunks() -> Iterator[None]:
     """And no trial or comparison at each start, which takes as long as a test here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 8)
-        patch.setattr("engine.worker.try_out", lambda *_: None)
-        patch.setattr("engine.worker.check_model", lambda *_: None)
+        patch.setattr("rollout.engine.worker.try_out", lambda *_: None)
+        patch.setattr("rollout.engine.worker.check_model", lambda *_: None)
         yield
 
 
@@ -129,8 +129,8 @@ def test_sizes() -> None:
 
 def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, _ = small_engine(None)
-    monkeypatch.setattr("engine.memory.pinned", anonymous)
-    monkeypatch.setattr("engine.devices.HostMemory", lambda: FakeDeviceMemory(HostDriver()))
+    monkeypatch.setattr("rollout.engine.memory.pinned", anonymous)
+    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: FakeDeviceMemory(HostDriver()))
     graphed, stub = small_engine(Captured)
     assert stub is not None
     want = some(eager)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda.exact import exact_linear  # noqa: E402
+from rollout.engine.cuda.exact import exact_linear  # noqa: E402
 from tests.support import interpreter  # noqa: E402
 from tests.support.interpreter import ordered_dot  # noqa: E402
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.cpu import isa, kernels
-from engine.cpu.attention import _Step
-from engine.cpu.build import LayoutMismatch, NativeUnavailable, check_layout
-from engine.cpu.isa import ISAS, here, isa_of, lacking
-from engine.cpu.kernels import Kernels, Team, _Draw, choose
-from engine.devices import device_of
-from engine.engine import Engine
-from engine.forward.model import Model
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu import isa, kernels
+from rollout.engine.cpu.attention import _Step
+from rollout.engine.cpu.build import LayoutMismatch, NativeUnavailable, check_layout
+from rollout.engine.cpu.isa import ISAS, here, isa_of, lacking
+from rollout.engine.cpu.kernels import Kernels, Team, _Draw, choose
+from rollout.engine.devices import device_of
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.kv.block import BlockCopies, Spans
-from engine.kv.copies import AllSlots, Copy, Pairs, StepClaims, StreamCopies, SyncCopies
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import HostMemory
-from engine.scheduling.plan import Plan
+from rollout.engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.copies import AllSlots, Copy, Pairs, StepClaims, StreamCopies, SyncCopies
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.memory import HostMemory
+from rollout.engine.scheduling.plan import Plan
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.support.harness import Harness
 

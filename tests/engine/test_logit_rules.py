@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from engine.cpu.kernels import choose
-from engine.forward.adjust import NOT_ALLOWED, Adjust
-from engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
-from engine.scheduling.stopping import LogitRules, TokenCounts
-from engine.types import Group, PartialSample, Sampling
+from rollout.engine.cpu.kernels import choose
+from rollout.engine.forward.adjust import NOT_ALLOWED, Adjust
+from rollout.engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
+from rollout.engine.scheduling.stopping import LogitRules, TokenCounts
+from rollout.engine.types import Group, PartialSample, Sampling
 from tests.support.draws import CUTS, batch
 from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, engine, group, run, toy_logits

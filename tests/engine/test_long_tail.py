@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.client.handle import PartialOutputs
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.transport.checks import Bounds
 from tests.support.equivalence import assert_same
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 from tests.support.simulator import END, script
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
-from transport.checks import Bounds
 
 Samples = dict[tuple[str, int], Sample]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import WeightOffload
-from engine.engine import Engine
-from engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
-from engine.weights.lora import merge_into
-from engine.weights.staging import Staging, source_of
-from engine.weights.tensors import InvalidWeights, describe, with_digest
 from rollout.client.lora import Adapters
+from rollout.engine.config import WeightOffload
+from rollout.engine.engine import Engine
+from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
+from rollout.engine.weights.lora import merge_into
+from rollout.engine.weights.staging import Staging, source_of
+from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.broken_commit import fail_commit
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run

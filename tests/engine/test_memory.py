@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.cuda.memory import CudaMemory
-from engine.devices import resolved
-from engine.kv import sizing as sizes
-from engine.kv.sizing import blocks_in_host_memory
-from engine.memory import HostMemory, host_buffer, pinned
+from rollout.engine.config import EngineConfig
+from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.devices import resolved
+from rollout.engine.kv import sizing as sizes
+from rollout.engine.kv.sizing import blocks_in_host_memory
+from rollout.engine.memory import HostMemory, host_buffer, pinned
 
 
 class FakeRuntime:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
-from engine.forward.self_check import LoadedModel, check_model
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import HostMemory
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
+from rollout.engine.forward.self_check import LoadedModel, check_model
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.memory import HostMemory
 from tests.support import families
 from tests.support.equipped import equip
 from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.types import Mode
-from engine.weights.live import Weights, WeightsTorn
+from rollout.engine.types import Mode
+from rollout.engine.weights.live import Weights, WeightsTorn
 from tests.support.toy import engine, expected, group, run
 from tests.support.watermark import watermark_engine, weights_of
 

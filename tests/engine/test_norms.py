@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cuda.norms import fuse_norms
+from rollout.engine.cuda.norms import fuse_norms
 from tests.support.tiny import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

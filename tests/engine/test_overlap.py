@@ -11,20 +11,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.devices
-import engine.engine
-import engine.pipeline
-import engine.worker
-from engine.cuda.memory import to_device, to_host
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.forward.sampling import PendingTokens, SamplingBatch, launch_draws
-from engine.kv.pages import PagedKV
-from engine.memory import HostMemory
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
-from engine.types import Group, Sample
-from engine.weights.live import Weights, WeightsTorn
+from rollout.engine import devices, pipeline, worker
+from rollout.engine import engine as engine_module
+from rollout.engine.cuda.memory import to_device, to_host
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.sampling import PendingTokens, SamplingBatch, launch_draws
+from rollout.engine.kv.pages import PagedKV
+from rollout.engine.memory import HostMemory
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.types import Group, Sample
+from rollout.engine.weights.live import Weights, WeightsTorn
 from tests.support.equivalence import assert_same
 from tests.support.harness import random_schedule
 from tests.support.invariants import check
@@ -59,7 +57,7 @@ class Record:
         self.events: list[tuple[str, int]] = []
         self.fail_at: set[int] = set()
         self.steps = 0
-        monkeypatch.setattr(engine.devices, "launch_draws", self.launch)
+        monkeypatch.setattr(devices, "launch_draws", self.launch)
 
     def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> PendingTokens:
         self.steps += 1
@@ -290,7 +288,7 @@ def test_seconds_are_those_of_the_step_that_was_read(monkeypatch: pytest.MonkeyP
             return PendingTokens(draws.tokens, read)
 
     Slow(monkeypatch)
-    for module in (engine.engine, engine.pipeline, engine.worker):
+    for module in (engine_module, pipeline, worker):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     e = overlapped()
     run(e, [group("g", range(1, 20), n=4, max_tokens=5, ignore_eos=True)])

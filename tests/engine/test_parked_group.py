@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.engine import Engine
-from engine.kv.block import BlockCopies
-from engine.kv.copies import Copied
-from engine.types import Group, Sampling
+from rollout.engine.engine import Engine
+from rollout.engine.kv.block import BlockCopies
+from rollout.engine.kv.copies import Copied
+from rollout.engine.types import Group, Sampling
 from tests.support.tiny import tiny_engine
 
 pytestmark = pytest.mark.usefixtures("copies_pay")

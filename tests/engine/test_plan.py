@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-import engine.worker
-from engine.forward.batch import Batch
-from engine.forward.sampling import SamplingBatch
-from engine.scheduling.plan import Plan
-from engine.scheduling.scheduler import Scheduler
+from rollout.engine import worker
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.sampling import SamplingBatch
+from rollout.engine.scheduling.plan import Plan
+from rollout.engine.scheduling.scheduler import Scheduler
 from tests.support.plans import commit, launch, rows, sent, small_scheduler, step, submit
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -254,7 +254,7 @@ def test_a_batch_is_the_same_of_a_plan_that_was_sent(monkeypatch: pytest.MonkeyP
         same_batches(batch, build(sent(plan), *rest))
         return batch
 
-    monkeypatch.setattr(engine.worker.Batch, "build", staticmethod(both))
+    monkeypatch.setattr(worker.Batch, "build", staticmethod(both))
     for seed in range(2):
         random_run(seed)
     assert built > 50

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.scheduling.fairness import over_share
-from engine.scheduling.preemption import evict_idle, offload, preempt
-from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.state import SchedulerState
-from engine.types import Group, Sampling
+from rollout.engine.scheduling.fairness import over_share
+from rollout.engine.scheduling.preemption import evict_idle, offload, preempt
+from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.types import Group, Sampling
 from tests.support.configs import engine_config
 
 

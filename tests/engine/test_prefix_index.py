@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kv.block import Block, Versions
-from engine.kv.prefix import PrefixIndex, block_key, content_key
+from rollout.engine.kv.block import Block, Versions
+from rollout.engine.kv.prefix import PrefixIndex, block_key, content_key
 
 
 def ids(*tokens: int) -> np.ndarray:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from engine.scheduling import admission
-from engine.scheduling.admission import COMPUTED_PER_SAMPLED
-from engine.scheduling.credit import LEVELS
-from engine.scheduling.plan import SampledTokens
-from engine.scheduling.scheduler import Scheduler
-from engine.types import Group, Sampling
+from rollout.engine.scheduling import admission
+from rollout.engine.scheduling.admission import COMPUTED_PER_SAMPLED
+from rollout.engine.scheduling.credit import LEVELS
+from rollout.engine.scheduling.plan import SampledTokens
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.types import Group, Sampling
 from tests.support.configs import engine_config
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import memory as engine_memory
-from engine.cuda.regions import MappedRegion
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.memory import anonymous
-from engine.weights.live import Weights
+from rollout.engine import memory as engine_memory
+from rollout.engine.cuda.regions import MappedRegion
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.memory import anonymous
+from rollout.engine.weights.live import Weights
 from tests.support.fake_device import FakeDeviceMemory
 from tests.support.fake_regions import HostDriver
 from tests.support.tiny import tiny_engine
@@ -24,7 +24,7 @@ def no_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_goes_and_comes_back_at_the_same_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cuda.regions.PIECE_BYTES", 3 << 16)
+    monkeypatch.setattr("rollout.engine.cuda.regions.PIECE_BYTES", 3 << 16)
     driver = HostDriver()
     region = MappedRegion(driver, 1_000_001)
     assert len(region.data) == 1_000_001 and region.mapped == 3 << 16 and driver.reserved == 16 << 16
@@ -122,7 +122,7 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("driver", [HostDriver(), None], ids=["staying", "moving"])
 def test_an_engine_forgets_its_graphs_where_memory_moves(driver: HostDriver | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And only there; samples go on over a nap either way."""
-    monkeypatch.setattr("engine.devices.HostMemory", lambda: FakeDeviceMemory(driver))
+    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: FakeDeviceMemory(driver))
     made, plain = (tiny_engine(attention="reference", cpu_offload_gib=0.01) for _ in range(2))
     forgotten: list[str] = []
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.kv.block import Block
-from engine.scheduling.queue import RunningTable
-from engine.scheduling.sequence import GroupState, Sequence
-from engine.types import Group, Sampling
+from rollout.engine.kv.block import Block
+from rollout.engine.scheduling.queue import RunningTable
+from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.types import Group, Sampling
 from tests.support.invariants import check_table
 
 

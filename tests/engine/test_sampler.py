@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu.build import NativeUnavailable
-from engine.cpu.isa import here
-from engine.cpu.kernels import Kernels, choose
-from engine.forward import sampling as sampler
-from engine.forward.sampling import SamplingBatch, uniform
-from engine.scheduling.plan import SampledTokens
-from engine.types import Sampling
+from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.isa import here
+from rollout.engine.cpu.kernels import Kernels, choose
+from rollout.engine.forward import sampling as sampler
+from rollout.engine.forward.sampling import SamplingBatch, uniform
+from rollout.engine.scheduling.plan import SampledTokens
+from rollout.engine.types import Sampling
 from tests.support.draws import CUTS, batch
 
 sample = partial(sampler.sample, kernel=choose().kernels)

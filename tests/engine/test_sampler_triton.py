@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import sampling as sampler_triton  # noqa: E402
-from engine.cuda.sampling import launch  # noqa: E402
-from engine.forward import sampling as sampler
-from engine.forward.adjust import NOT_ALLOWED  # noqa: E402
-from engine.forward.sampling import SamplingBatch  # noqa: E402
-from engine.scheduling.plan import SampledTokens  # noqa: E402
-from engine.types import Sampling  # noqa: E402
+from rollout.engine.cuda import sampling as sampler_triton  # noqa: E402
+from rollout.engine.cuda.sampling import launch  # noqa: E402
+from rollout.engine.forward import sampling as sampler
+from rollout.engine.forward.adjust import NOT_ALLOWED  # noqa: E402
+from rollout.engine.forward.sampling import SamplingBatch  # noqa: E402
+from rollout.engine.scheduling.plan import SampledTokens  # noqa: E402
+from rollout.engine.types import Sampling  # noqa: E402
 from tests.support.draws import CUTS, batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

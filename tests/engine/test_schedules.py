@@ -13,20 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 
-import engine.kv.prefix
-import engine.scheduling.block_tables
-import engine.scheduling.conversation
-import engine.scheduling.rows
-from engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
-from engine.kv.store import BlockStore
-from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
-from engine.scheduling.queue import RunningTable
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import GroupState, Sequence
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from engine.types import FinishReason, Group, PartialSample, Sample, Sampling
+from rollout.engine.kv import prefix
+from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
+from rollout.engine.kv.store import BlockStore
+from rollout.engine.scheduling import block_tables, conversation, rows
+from rollout.engine.scheduling.block_tables import BlockTables
+from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
+from rollout.engine.scheduling.queue import RunningTable
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
+from rollout.engine.types import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
 
@@ -116,26 +114,26 @@ def patch_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_key(monkeypatch: pytest.MonkeyPatch, name: str, key: Callable[..., bytes]) -> None:
-    for module in (engine.kv.prefix, engine.scheduling.rows, engine.scheduling.block_tables):
+    for module in (prefix, rows, block_tables):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, key)
 
 
 def patch_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the block before"""
-    key = engine.kv.prefix.content_key
+    key = prefix.content_key
     replace_key(monkeypatch, "content_key", lambda parent, tokens: key(b"x" if parent else None, tokens))
 
 
 def patch_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key forgets the versions"""
-    key = engine.kv.prefix.block_key
+    key = prefix.block_key
     replace_key(monkeypatch, "block_key", lambda content, versions: key(content, ()))
 
 
 def patch_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """the key of a block in which versions met forgets the older ones"""
-    key = engine.kv.prefix.block_key
+    key = prefix.block_key
     replace_key(monkeypatch, "block_key", lambda content, versions: key(content, ((0, versions[-1][1]),)))
 
 
@@ -324,7 +322,7 @@ def patch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """a draw that depends on a token is launched before the token is known"""
-    monkeypatch.setattr(engine.scheduling.rows, "counts_tokens", lambda seq: False)
+    monkeypatch.setattr(rows, "counts_tokens", lambda seq: False)
 
 
 def patch_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +364,7 @@ def patch_own_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn takes kept KV over whose tokens are not its own"""
-    monkeypatch.setattr(engine.scheduling.conversation.np, "array_equal", lambda one, other: True)
+    monkeypatch.setattr(conversation.np, "array_equal", lambda one, other: True)
 
 
 def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import engine.scheduling.scheduler
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.forward.sampling import SamplingBatch, launch_draws
-from engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.sampling import SamplingBatch, launch_draws
+from rollout.engine.scheduling import scheduler
+from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
@@ -136,7 +136,7 @@ def test_few_logits_are_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> N
         return batch
 
     monkeypatch.setattr(Batch, "build", seen)
-    monkeypatch.setattr(engine.scheduling.scheduler, "MAX_SCORES", 7)
+    monkeypatch.setattr(scheduler, "MAX_SCORES", 7)
     assert_scored(want, run(scoring, [to_score(each, want) for each in groups]))
     assert most == [7]
 
@@ -154,7 +154,7 @@ def test_stop_tokens_are_scored_like_others_and_impossible_ones_are_infinitely_u
 @pytest.mark.parametrize("native", [True, False])
 def test_given_tokens_beside_drawn_ones(native: bool) -> None:
     """One batch has both, in C and in torch: a draw is what it would be alone, and giving what it draws gives its log-prob."""
-    from engine.cpu.kernels import choose
+    from rollout.engine.cpu.kernels import choose
 
     kernel = choose().kernels if native else None
     logits = torch.randn(6, 97, generator=torch.Generator().manual_seed(0)) * 3

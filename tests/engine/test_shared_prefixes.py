@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kv.block import Block
-from engine.kv.prefix import block_key, content_key
-from engine.scheduling.rows import computed_by_other, shared_prefixes
-from engine.scheduling.sequence import GroupState, Row, Sequence
-from engine.types import Group, Sampling
+from rollout.engine.kv.block import Block
+from rollout.engine.kv.prefix import block_key, content_key
+from rollout.engine.scheduling.rows import computed_by_other, shared_prefixes
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.types import Group, Sampling
 
 
 def family(prompt: int, children: int, own_blocks: bool = False) -> list[Row]:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, ClientCredit
-from engine.scheduling.fairness import RoundRobin
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import GroupState, Sequence
-from engine.types import Group, Sampling
+from rollout.engine.config import EngineConfig
+from rollout.engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, ClientCredit
+from rollout.engine.scheduling.fairness import RoundRobin
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.types import Group, Sampling
 from tests.support.harness import TOKEN_S, Harness
 from tests.support.plans import PlanRow, commit, launch, rows, submit
 

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.scheduling.drafts import StepSeconds
+from rollout.engine.config import EngineConfig
+from rollout.engine.scheduling.drafts import StepSeconds
 from tests.support import simulator
 from tests.support.simulator import Costs, SimulatedBatch, follow, simulate
 from tests.support.tiny import tiny_engine

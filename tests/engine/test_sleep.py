@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import WeightOffload
-from engine.memory import HostMemory
-from engine.types import Mode
-from engine.weights.staging import source_of
-from engine.weights.tensors import InvalidWeights, describe, with_digest
+from rollout.engine.config import WeightOffload
+from rollout.engine.memory import HostMemory
+from rollout.engine.types import Mode
+from rollout.engine.weights.staging import source_of
+from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.invariants import check
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine

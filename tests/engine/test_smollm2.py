@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.forward.model import Model, load_model
-from engine.memory import HostMemory
-from engine.types import Group, Sampling
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model, load_model
+from rollout.engine.memory import HostMemory
+from rollout.engine.types import Group, Sampling
 from tests.support.tiny import plain_logprobs
 from tests.support.toy import run
 

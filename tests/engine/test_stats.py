@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.counters import Rate
+from rollout.engine.scheduling.counters import Rate
 
 
 def test_nothing_is_said_of_little() -> None:

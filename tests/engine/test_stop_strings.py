@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.scheduling.stopping import LETTERS, NoVocabulary, Stops, Vocabulary
-from engine.types import Group, PartialSample, Sample, Sampling
 from rollout.client.api import RolloutClient
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.scheduling.stopping import LETTERS, NoVocabulary, Stops, Vocabulary
+from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.transport.errors import InvalidRequest
+from rollout.transport.loopback import LoopbackService
 from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, ToyModel, group, run
 from tests.support.toy import engine as toy_engine
 from tests.support.wire import serving
-from transport.errors import InvalidRequest
-from transport.loopback import LoopbackService
 
 ALPHABET = "ab\né€"
 PIECES = st.lists(st.binary(max_size=3) | st.text(ALPHABET, max_size=4).map(str.encode), min_size=1, max_size=12)

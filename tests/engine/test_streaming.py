@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config import EngineConfig, WeightOffload
-from engine.cuda.memory import CudaMemory
-from engine.engine import Engine
-from engine.forward.model import load_model
-from engine.memory import HostMemory, own_parameters, side_by_side
-from engine.types import Sample
-from engine.weights.live import Weights, WeightsTorn
-from engine.weights.offload import OffloadedModel, SlotRing
+from rollout.engine.config import EngineConfig, WeightOffload
+from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import load_model
+from rollout.engine.memory import HostMemory, own_parameters, side_by_side
+from rollout.engine.types import Sample
+from rollout.engine.weights.live import Weights, WeightsTorn
+from rollout.engine.weights.offload import OffloadedModel, SlotRing
 from tests.support.broken_commit import PLACES, fail_commit
 from tests.support.equivalence import same
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from engine.cuda import tiles
-from engine.cuda.tiles import DIRECT, SPAN_CHUNKS, Tiles, chunk_tokens, cut
+from rollout.engine.cuda import tiles
+from rollout.engine.cuda.tiles import DIRECT, SPAN_CHUNKS, Tiles, chunk_tokens, cut
 
 BLOCK = 4
 

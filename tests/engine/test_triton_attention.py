@@ -15,13 +15,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.config import EngineConfig  # noqa: E402
-from engine.cuda import tiles  # noqa: E402
-from engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
-from engine.cuda.launches import LaunchLimits  # noqa: E402
-from engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
-from engine.kv import fp8  # noqa: E402
-from engine.kv.pages import KVGeometry  # noqa: E402
+from rollout.engine.config import EngineConfig  # noqa: E402
+from rollout.engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
+from rollout.engine.cuda.launches import LaunchLimits  # noqa: E402
+from rollout.engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
+from rollout.engine.kv import fp8  # noqa: E402
+from rollout.engine.kv.pages import KVGeometry  # noqa: E402
 from tests.support import production  # noqa: E402
 from tests.support.paged import (  # noqa: E402
     FP32,
@@ -223,7 +223,7 @@ def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.cuda.attention.cut", spoiled)
+        patch.setattr("rollout.engine.cuda.attention.cut", spoiled)
         assert same_bits(want, attend(one, shape, made, [[(0, 0, 64)], rows]))
         broken = attend(one, shape, made, [[(0, 0, 64)], rows], share=False)
     assert not same_bits(want, broken)
@@ -251,7 +251,7 @@ def test_the_smallest_case_of_production(kept_in_fp8: bool, monkeypatch: pytest.
 
 
 def test_a_device_without_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cuda.attention._limits", lambda device: (LaunchLimits(75, 16 << 10, 64 << 10), 1))
+    monkeypatch.setattr("rollout.engine.cuda.attention._limits", lambda device: (LaunchLimits(75, 16 << 10, 64 << 10), 1))
     with pytest.raises(TritonUnavailable, match="KiB of shared memory per program"):
         TritonAttention(DEVICE, StepCapacity(16, 2, 8, 4, 1, 256, 4), 1)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.block import Block
-from engine.kv.versions import KVVersions
-from engine.scheduling.conversation import MAX_PINNED_RATIO, ConversationIndex, digest
-from engine.scheduling.preemption import evict_idle
-from engine.types import Group, Limits, Sampling
+from rollout.engine.kv.block import Block
+from rollout.engine.kv.versions import KVVersions
+from rollout.engine.scheduling.conversation import MAX_PINNED_RATIO, ConversationIndex, digest
+from rollout.engine.scheduling.preemption import evict_idle
+from rollout.engine.types import Group, Limits, Sampling
 from tests.support.harness import VOCAB, Harness
 
 SIZE = 16
@@ -292,7 +292,7 @@ def continuing(after: tuple[str, int], tokens: int = 60) -> Group:
 
 
 def test_the_newest_turns_are_remembered_and_of_a_name_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.conversation.MAX_TURNS", 8)
+    monkeypatch.setattr("rollout.engine.scheduling.conversation.MAX_TURNS", 8)
     turns, since = ConversationIndex(SIZE), dict[tuple[str, int], list[int]]()
     for number in range(50):
         id, index = f"{number * 7 % 5}", number % 3  # names come again

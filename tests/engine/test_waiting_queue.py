@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 
-from engine.scheduling.queue import WaitingQueue
-from engine.scheduling.sequence import GroupState, Sequence
-from engine.types import Group, Sampling
+from rollout.engine.scheduling.queue import WaitingQueue
+from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.types import Group, Sampling
 
 
 def sequence(number: int, client: str = "", started: bool = False, output: int = 0, index: int = 0) -> Sequence:

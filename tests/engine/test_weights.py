@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.engine import Engine
-from engine.types import Group, Sample, Sampling, TensorInfo
-from engine.weights import staging
-from engine.weights.buffers import RefreshBuffers
-from engine.weights.live import Weights, WeightsTorn
-from engine.weights.staging import Staging, source_of
-from engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group, Sample, Sampling, TensorInfo
+from rollout.engine.weights import staging
+from rollout.engine.weights.buffers import RefreshBuffers
+from rollout.engine.weights.live import Weights, WeightsTorn
+from rollout.engine.weights.staging import Staging, source_of
+from rollout.engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
 from tests.support.broken_commit import PLACES, Failing, fail_commit
 from tests.support.invariants import check
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
@@ -719,7 +719,7 @@ def test_a_partial_refresh_digests_nothing_in_its_pause(monkeypatch: pytest.Monk
     source = source_of([data[1]])
     while not staged.complete:
         staged.feed(source)
-    monkeypatch.setattr("engine.weights.inventory.tensor_bytes", None)  # would raise TypeError
+    monkeypatch.setattr("rollout.engine.weights.inventory.tensor_bytes", None)  # would raise TypeError
     assert engine.commit(staged).digest == engine.weights.digest
     monkeypatch.undo()
     assert engine.weights.live_digest() == engine.weights.digest

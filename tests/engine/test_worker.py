@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.forward.model import Model
-from engine.kv.block import BlockCopies
-from engine.kv.copies import Copied
-from engine.scheduling.plan import Plan, SampledTokens, copies_only
-from engine.types import Tag
-from engine.weights.staging import source_of
-from engine.weights.tensors import describe, named_pairs, with_digest
-from engine.worker import InFlight, Worker, open_worker
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model
+from rollout.engine.kv.block import BlockCopies
+from rollout.engine.kv.copies import Copied
+from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
+from rollout.engine.types import Tag
+from rollout.engine.weights.staging import source_of
+from rollout.engine.weights.tensors import describe, named_pairs, with_digest
+from rollout.engine.worker import InFlight, Worker, open_worker
 from tests.support.plans import sent
 from tests.support.tiny import tiny
 from tests.support.toy import group

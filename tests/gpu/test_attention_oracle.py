@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda import tiles  # noqa: E402
 from tests.support.production import BLOCK, DEVICE, Heads, assert_right, attend, pages  # noqa: E402
 
 CONTEXTS = [1, 255, 256, 257, 640, 2048, 2049, 9000]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cuda.memory import CudaMemory
-from engine.kv.block import BlockCopies, Spans
-from engine.kv.copies import Copied, Copy, SlotClaims, StreamCopies
-from engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.copies import Copied, Copy, SlotClaims, StreamCopies
+from rollout.engine.kv.pages import KVGeometry, PagedKV
 from tests.support.equivalence import groups
 from tests.support.on_device import DEVICE, agree, engine, needs_cuda
 from tests.support.toy import run

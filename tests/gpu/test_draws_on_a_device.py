@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.devices import draw_kernel
-from engine.forward.sampling import SamplingBatch, sample
-from engine.scheduling.plan import SampledTokens
-from engine.types import Sampling
+from rollout.engine.devices import draw_kernel
+from rollout.engine.forward.sampling import SamplingBatch, sample
+from rollout.engine.scheduling.plan import SampledTokens
+from rollout.engine.types import Sampling
 from tests.support.draws import batch
 from tests.support.on_device import DEVICE
 

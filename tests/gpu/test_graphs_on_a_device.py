@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import WeightOffload
-from engine.engine import Engine
+from rollout.engine.config import WeightOffload
+from rollout.engine.engine import Engine
 from tests.support.equivalence import assert_same
 from tests.support.on_device import agree, captured_of, engine, lockstep, module_of, needs_cuda
 from tests.support.tiny import tiny

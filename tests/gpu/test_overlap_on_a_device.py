@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import Engine
+from rollout.engine.engine import Engine
 from tests.support.equivalence import assert_same
 from tests.support.on_device import agree, engine, lockstep, needs_cuda
 from tests.support.toy import group, run

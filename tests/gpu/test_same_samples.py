@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
-from engine.engine import Engine
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.on_device import DEVICE, Samples, agree, captured_of, engine
 from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine

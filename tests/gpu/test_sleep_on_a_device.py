@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.engine import Engine
+from rollout.engine.engine import Engine
 from tests.support.invariants import check
 from tests.support.on_device import DEVICE, Samples, agree, captured_of, engine, lockstep, needs_cuda
 from tests.support.tiny import tiny

@@ -19,20 +19,20 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from engine.cuda.digests import device_hashes
-from engine.cuda.memory import CudaMemory
-from engine.cuda.regions import open_driver
-from engine.memory import HostMemory
-from engine.types import Limits, TensorInfo
-from engine.weights.device_staging import DeviceStaging
-from engine.weights.live import Weights
 from rollout.client.refresh import WeightSender
-from transport.errors import SourceUnreachable
-from transport.frames import Decoder, pack
-from transport.messages import Begin
-from transport.weights import Payload, capabilities, cuda_ipc, open_payload
-from transport.weights.manifest import pack_manifest, unpack_manifest
-from transport.weights.shm import SegmentView
+from rollout.engine.cuda.digests import device_hashes
+from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.cuda.regions import open_driver
+from rollout.engine.memory import HostMemory
+from rollout.engine.types import Limits, TensorInfo
+from rollout.engine.weights.device_staging import DeviceStaging
+from rollout.engine.weights.live import Weights
+from rollout.transport.errors import SourceUnreachable
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.messages import Begin
+from rollout.transport.weights import Payload, capabilities, cuda_ipc, open_payload
+from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
+from rollout.transport.weights.shm import SegmentView
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.config import EngineConfig
 from rollout.exact import sample_logprobs, use_exact
 from rollout.process import service_process
 from tests.support.gateway import gateway

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.agent import Agents, Conversation, Options, answer_of, calculate, calculator, ends
 from rollout import RolloutClient
 from rollout.models import load_tokenizer
+from rollout.recipes.agent import Agents, Conversation, Options, answer_of, calculate, calculator, ends
 
 OPTIONS = Options(turns=4, max_tokens=40, temperature=1.0, seed=11)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.types import Sample
-from recipes import dapo
 from rollout import RolloutClient
+from rollout.engine.types import Sample
 from rollout.exact import use_exact
+from rollout.recipes import dapo
+from rollout.transport.loopback import LoopbackService
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
-from transport.loopback import LoopbackService
 
 OPTIONS = dapo.Options(steps=15, groups=3, n=8, max_tokens=6, learning_rate=3e-3, over=2.0)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.devices import NativeAttention, NativeUnavailable
-from engine.types import Group, Sample, Sampling
+from rollout.engine.devices import NativeAttention, NativeUnavailable
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact, use_exact_attention
 from tests.support.tiny import tiny, tiny_engine
 

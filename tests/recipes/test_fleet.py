@@ -12,7 +12,17 @@ import pytest
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["host", "join"])
 def test_the_recipe_loses_nothing(tiny_model: Path, launcher: str) -> None:
-    words = [sys.executable, "-m", "recipes.fleet", "--model", str(tiny_model), "--dtype", "float32", "--max-tokens", "800"]
+    words = [
+        sys.executable,
+        "-m",
+        "rollout.recipes.fleet",
+        "--model",
+        str(tiny_model),
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        "800",
+    ]
     words += ["--launcher", launcher]
     done = subprocess.run(words, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

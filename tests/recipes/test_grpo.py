@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.types import Group, Sample, Sampling
-from recipes import grpo
 from rollout.client.handle import Handle
 from rollout.client.submission import continued_group
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact
+from rollout.recipes import grpo
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 
 

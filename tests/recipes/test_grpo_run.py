@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.types import Sample
-from recipes import grpo
 from rollout.config import Config
+from rollout.engine.types import Sample
+from rollout.recipes import grpo
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20

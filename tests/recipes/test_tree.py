@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.types import Sampling
-from recipes.tree import Vine, grow, positions
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Sampling
+from rollout.recipes.tree import Vine, grow, positions
 
 
 @pytest.mark.parametrize(("length", "branches", "where"), [(8, 4, [0, 2, 4, 6]), (3, 4, [0, 1, 2]), (1, 4, [0]), (10, 1, [0])])

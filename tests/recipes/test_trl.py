@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Sample, Sampling
 from rollout.client.handle import Handle
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.integrations import trl as integration
 from rollout.integrations import trl_async
 from rollout.integrations.trl_async import group_advantages
@@ -397,7 +397,7 @@ def test_trl_trains_against_a_service_process(dtype: str, tiny_model: Path, tmp_
         pytest.importorskip(package, reason="not installed: pip install -e '.[trl,grpo]'")
     options = f"--model {tiny_model} --dtype {dtype} --steps 5 --groups 2 --n 4 --threads 1 --out {tmp_path}".split()
     done = subprocess.run(
-        [sys.executable, "-m", "recipes.trl_grpo", *options],
+        [sys.executable, "-m", "rollout.recipes.trl_grpo", *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

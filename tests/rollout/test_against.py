@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
 from rollout import models
 from rollout.bench import BenchOptions, against, checkouts, run
 from rollout.bench.harness import BenchFailed, PeerFailed
@@ -18,6 +17,7 @@ from rollout.bench.runner import measure, peer_run
 from rollout.bench.target import open_engine
 from rollout.bench.workloads import Workload
 from rollout.config import InputError
+from rollout.engine.config import EngineConfig
 from tests.support.bench import bench_rows
 
 TINY = Workload(name="tiny", prompts=2, prompt_tokens=32, n=2, new_tokens=8)

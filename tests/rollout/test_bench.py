@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.types import Sample, Sampling
 from rollout import models
 from rollout.bench.harness import BenchFailed
 from rollout.bench.inputs import PromptText
@@ -21,6 +19,8 @@ from rollout.bench.runner import COUNTERS, measure
 from rollout.bench.target import open_engine
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import Config, InputError
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Sample, Sampling
 from tests.support.bench import bench_rows
 
 TOY = Workload(name="toy", prompts=2, prompt_tokens=48, n=3, new_tokens=40)

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.cpu.isa import ISAS, here
 from rollout import models
 from rollout.bench.floor import LOOKS, Looks, MachineRates, matrices_of, shape_of, work_of
 from rollout.bench.harness import BoundBroken
@@ -17,6 +15,8 @@ from rollout.bench.inputs import PromptText
 from rollout.bench.runner import measure
 from rollout.bench.target import open_engine
 from rollout.bench.workloads import Workload
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.isa import ISAS, here
 
 TINY = Workload(name="tiny", prompts=2, prompt_tokens=32, n=2, new_tokens=8)
 LAYERS, HEAD, KV = 4 * 32 * 32 + 4 * 16 * 32 + 4 * 64 * 32 + 2 * 32 * 64, 259 * 32, 2 * 2 * 2 * 8

@@ -36,9 +36,9 @@ def test_bench_host_prints_the_parts(
 
 def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, made slow, is the one that grows."""
-    import engine.devices as devices
-    import engine.pipeline as pipeline
-    import engine.worker as worker
+    import rollout.engine.devices as devices
+    import rollout.engine.pipeline as pipeline
+    import rollout.engine.worker as worker
 
     quick = host.measure_sequences(16, 0.1)
     spin = 0.01

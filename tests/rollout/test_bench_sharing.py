@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig, KVName
-from engine.forward.model import Model, open_model
-from engine.kv.pages import keys_and_values
-from engine.memory import HostMemory
 from rollout.bench import BenchOptions, by_hand, run, sharing
 from rollout.bench.harness import BenchFailed
 from rollout.bench.sharing import PrefixShape, measure, tables
 from rollout.config import InputError
+from rollout.engine.config import EngineConfig, KVName
+from rollout.engine.forward.model import Model, open_model
+from rollout.engine.kv.pages import keys_and_values
+from rollout.engine.memory import HostMemory
 from tests.support.bench import bench_rows
 
 SMALL = PrefixShape(groups=2, children=3, prefix=96, suffix=40)

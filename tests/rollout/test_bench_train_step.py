@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.isa import best, here
 from rollout.bench import BenchOptions, train_step
 from rollout.bench.harness import BenchFailed, BenchSetup
+from rollout.engine.cpu.isa import best, here
 from tests.support.bench import bench_rows
 
 

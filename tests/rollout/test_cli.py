@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.arguments import DESCRIPTIONS, commands
 from rollout.commands.main import main
 from rollout.config import Config, dump
+from rollout.engine.types import Sampling
 from rollout.process import ServiceFailed, service_process
 from tests.support.waiting import until
 
@@ -92,7 +92,7 @@ def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config) -
 
 
 def test_a_child_service_that_cannot_start_says_so(tmp_path: Path) -> None:
-    from engine.config import EngineConfig
+    from rollout.engine.config import EngineConfig
 
     with pytest.raises(ServiceFailed, match="exit status 2 before it was listening"):
         with service_process(Config(engine=EngineConfig(model=str(tmp_path)))):

@@ -12,21 +12,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sample, Sampling, TokenChunk
 from rollout.client import link
 from rollout.client.api import Handle, RolloutClient
 from rollout.client.connection import LinkTiming
 from rollout.client.submission import plain, token_array
+from rollout.engine.types import Limits, Sample, Sampling, TokenChunk
 from rollout.service.loop import Service, ServiceTiming
+from rollout.transport import errors as e
+from rollout.transport import messages as m
+from rollout.transport.columns import pack_progress
+from rollout.transport.frames import Decoder, Frame, pack
+from rollout.transport.loopback import LoopbackService
 from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.played import Played, failure
 from tests.support.waiting import until
-from transport import errors as e
-from transport import messages as m
-from transport.columns import pack_progress
-from transport.frames import Decoder, Frame, pack
-from transport.loopback import LoopbackService
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""

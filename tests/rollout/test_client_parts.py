@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sample, Sampling
 from rollout.client.connection import AckQueue, ConnectionState, LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.link import CallQueue
 from rollout.client.pending import OpenGroups, PendingRequests, WeightHistory
 from rollout.client.submission import check_budget, group_of, scored_group, sendable
+from rollout.engine.types import Limits, Sample, Sampling
 from rollout.service.loop import SilenceClock
-from transport.checks import Bounds
-from transport.errors import ClientClosed, LimitExceeded, WeightsRefused
+from rollout.transport.checks import Bounds
+from rollout.transport.errors import ClientClosed, LimitExceeded, WeightsRefused
 
 TIMING = LinkTiming()
 

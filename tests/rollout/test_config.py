@@ -8,10 +8,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from engine.config import ADVANCED_BOUNDS, BOUNDS, AdvancedConfig, EngineConfig, WeightOffload
-from engine.types import Limits
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.config import Config, InputError, ServiceConfig, dump, load
+from rollout.engine.config import ADVANCED_BOUNDS, BOUNDS, AdvancedConfig, EngineConfig, WeightOffload
+from rollout.engine.types import Limits
 
 
 def write(folder: Path, text: str) -> Path:

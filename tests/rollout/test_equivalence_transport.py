@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.types import Group, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.service.loop import Service
+from rollout.transport.loopback import LoopbackService
 from tests.support.faulty_link import Proxy
-from transport.loopback import LoopbackService
 
 SAMPLING = Sampling(n=4, max_tokens=24, temperature=1.1, top_p=0.95, seed=11, raw_logprobs=True, ignore_eos=True)
 GREEDY = Sampling(n=1, max_tokens=24, temperature=0.0, ignore_eos=True)

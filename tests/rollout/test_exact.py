@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cpu.build import NativeUnavailable
-from engine.cpu.isa import here
-from engine.cpu.products import ExactLinear, products_of, sensitive
-from engine.types import Sample
-from recipes.grpo import logprobs as tree_logprobs
+from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.isa import here
+from rollout.engine.cpu.products import ExactLinear, products_of, sensitive
+from rollout.engine.types import Sample
 from rollout.exact import sample_logprobs, token_logprobs, use_exact
+from rollout.recipes.grpo import logprobs as tree_logprobs
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -177,7 +177,7 @@ def test_a_product_s_gradient_is_torch_s(dtype: torch.dtype, bias: bool, isa: st
     plain = nn.Linear(64, 48, bias=bias, dtype=dtype)
     ours = copy.deepcopy(plain)
     use = copy.deepcopy(nn.ModuleList([ours]))
-    from engine.cpu.products import use_products
+    from rollout.engine.cpu.products import use_products
 
     use_products(use, isa)
     gradients = []

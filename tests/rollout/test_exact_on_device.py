@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.cuda import sampling, tiles  # noqa: E402
-from engine.cuda.exact import ARITHMETIC, make_exact  # noqa: E402
-from engine.devices import TritonAttention  # noqa: E402
-from engine.forward.sampling import launch_draws  # noqa: E402
-from engine.types import Sample  # noqa: E402
+from rollout.engine.cuda import sampling, tiles  # noqa: E402
+from rollout.engine.cuda.exact import ARITHMETIC, make_exact  # noqa: E402
+from rollout.engine.devices import TritonAttention  # noqa: E402
+from rollout.engine.forward.sampling import launch_draws  # noqa: E402
+from rollout.engine.types import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
 from rollout.exact.module import plain_logprobs  # noqa: E402
@@ -56,8 +56,10 @@ def samples() -> dict[tuple[str, int], Sample]:
     make_exact(made)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.devices.CpuDevice.equip", lambda *_: None)  # a CPU's own products are others
-        patch.setattr("engine.worker.check_model", lambda served: None)  # it has a test of its own, and takes a minute here
+        patch.setattr("rollout.engine.devices.CpuDevice.equip", lambda *_: None)  # a CPU's own products are others
+        patch.setattr(
+            "rollout.engine.worker.check_model", lambda served: None
+        )  # it has a test of its own, and takes a minute here
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
     return run(

@@ -19,21 +19,21 @@ import psutil
 import pytest
 import zmq
 
-from engine.types import Limits, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
+from rollout.engine.types import Limits, Sampling
 from rollout.service import receiver
 from rollout.service.loop import Service
 from rollout.service.session import Session
+from rollout.transport import errors as e
+from rollout.transport import sockets
+from rollout.transport.keys.cookie import ClientCookie
 from tests.support import by_hand
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
 from tests.support.rubbish import rubbish
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport import errors as e
-from transport import sockets
-from transport.keys.cookie import ClientCookie
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = Sampling(n=2, max_tokens=40_000)
@@ -76,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 CLIENT = """
 import sys
-from engine.types import Sampling
+from rollout.engine.types import Sampling
 from rollout.client import RolloutClient
 with RolloutClient(sys.argv[1], name="trainer", connect_timeout_s=60, link_timeout_s=60) as client:
     handle = client.submit([5], Sampling(n=2, max_tokens=int(sys.argv[2])), group_id="same id")

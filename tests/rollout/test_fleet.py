@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.types import Group, Limits, Mode, Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.serve_fleet import core_sets, divided
 from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group, Limits, Mode, Sample, Sampling
 from rollout.fleet import replica as replica_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
@@ -42,13 +42,13 @@ from rollout.metrics.meters import EngineMeter
 from rollout.process import service_process
 from rollout.service.session import Session
 from rollout.service.weight_export import WeightExport
+from rollout.transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
+from rollout.transport.sockets import ClientEnd, ServiceEnd
 from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
 from tests.support.hash_engine import TENSORS, VOCAB, HashEngine, expected, manifest_of, weights_of
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
-from transport.sockets import ClientEnd, ServiceEnd
 
 ROOT = Path(__file__).parents[2]
 

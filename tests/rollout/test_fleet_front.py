@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, manifest_digest
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
+from rollout.engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, manifest_digest
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
 from rollout.fleet.survivor import Survivor
@@ -30,14 +30,14 @@ from rollout.fleet.timing import Timing
 from rollout.fleet.weights import FleetWeights
 from rollout.service.journal import Journal
 from rollout.service.watchdog import LoopPhase
+from rollout.transport import messages as m
+from rollout.transport.errors import SourceUnreachable, WeightsRefused
+from rollout.transport.weights.shm import SegmentView, ShmOffer
 from tests.support.fleet import KEYS, TIMING, WAIT, Threads, collect, fed, fleet_over, refresh, step_until
 from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
-from transport import messages as m
-from transport.errors import SourceUnreachable, WeightsRefused
-from transport.weights.shm import SegmentView, ShmOffer
 
 PROMPT = np.array([5, 6, 7], np.int32)
 

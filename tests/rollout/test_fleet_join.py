@@ -13,25 +13,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.types import Group, Limits, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.serve import run
 from rollout.commands.serve_replica import RESTART
 from rollout.config import Config, FleetConfig, InputError, dump
+from rollout.engine.types import Group, Limits, Sampling
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import ProcessExit
 from rollout.fleet.timing import Timing
+from rollout.transport import messages as m
+from rollout.transport.errors import KeyRefused, ServiceLost
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.keys import files
+from rollout.transport.sockets import ServiceEnd
 from tests.support.fleet import WAIT, Threads, check, collect, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
 from tests.support.keyed import RawDealer
 from tests.support.lasting import free_port
 from tests.support.waiting import until
-from transport import messages as m
-from transport.errors import KeyRefused, ServiceLost
-from transport.frames import Decoder, pack
-from transport.keys import files
-from transport.sockets import ServiceEnd
 
 
 def group(i: int, max_tokens: int = 20) -> Group:

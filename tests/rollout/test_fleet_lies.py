@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.config import Config, FleetConfig
+from rollout.engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.join_listener import JoinListener
@@ -23,8 +23,8 @@ from rollout.fleet.replica_status import MAX_MISSING, ProgressWatch, ReplicaStat
 from rollout.fleet.retries import candidates
 from rollout.fleet.scaling import Scaling
 from rollout.fleet.timing import Timing
+from rollout.transport.messages import MOST_REPLICAS
 from tests.support.fleet import Threads, check, collect, fleet_of, prompt, refresh, step_until
-from transport.messages import MOST_REPLICAS
 
 REPLACE = msgspec.structs.replace
 Change = Callable[[Sample], Sample]

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from engine.types import Sampling
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Sampling
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.transaction import ReplicaTransaction
+from rollout.transport import messages as m
+from rollout.transport.errors import SourceUnreachable, WeightsRefused, WrongBase
+from rollout.transport.weights.tensors import Tensors
 from tests.support.adapters import write
 from tests.support.fleet import WAIT, Threads, fleet_of, front_of, step_until
 from tests.support.joined import JoinedFleet, joined_fleet
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport import messages as m
-from transport.errors import SourceUnreachable, WeightsRefused, WrongBase
-from transport.weights.tensors import Tensors
 
 ASKED = [[5, 6, 7 + i] for i in range(4)], [Sampling(n=4, max_tokens=12, seed=i, ignore_eos=True) for i in range(4)]
 
@@ -134,7 +134,7 @@ def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_i
 @pytest.mark.parametrize("via", ["gloo", "nccl", "cuda_ipc"])
 def test_what_a_front_cannot_take_is_refused_with_what_it_can(via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensors, "check_on_gpus", lambda self, via: None)  # as if there were a GPU
-    monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "gpu:0")
+    monkeypatch.setattr("rollout.transport.weights.cuda_ipc.gpu_key", lambda device: "gpu:0")
     with fleet_of(1) as (fleet, _), front_of(fleet) as front:
         with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
             with pytest.raises(SourceUnreachable, match="share no GPU" if via == "cuda_ipc" else 'via="inline" takes'):
@@ -156,7 +156,7 @@ def last(joined: JoinedFleet, name: str) -> Any:
 
 def test_replicas_of_other_hosts_get_the_bytes_from_the_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three is on this host; the others count as elsewhere. One of these comes when the weights are live already."""
-    monkeypatch.setattr("transport.weights.inline.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("rollout.transport.weights.inline.CHUNK_BYTES", 10_000)
     with joined_fleet(None, "here") as joined:
         joined.start("there", 0.0, "elsewhere")
         joined.await_state("there", "serving")

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.types import Sample, Sampling
 from rollout import models
 from rollout.commands.generate import encode, group_ids, read_lines, record, run
 from rollout.config import Config, InputError
+from rollout.engine.types import Sample, Sampling
 
 LINES = [
     {"messages": [{"role": "user", "content": "Hi"}]},
@@ -109,7 +109,7 @@ def test_a_file_stays_as_it_is_where_nothing_is_sampled(tmp_path: Path) -> None:
 
 
 def test_a_refused_group_is_an_error_with_its_reason(tmp_path: Path, tiny_service: str) -> None:
-    from transport.errors import RolloutError
+    from rollout.transport.errors import RolloutError
 
     prompts = write(tmp_path, {"token_ids": [99_999]})
     with pytest.raises(RolloutError, match="99999"):

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sample, Sampling
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Limits, Sample, Sampling
+from rollout.transport.errors import LimitExceeded
+from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport.errors import LimitExceeded
-from transport.loopback import LoopbackService
 
 pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 
@@ -216,7 +216,7 @@ def test_parts_of_a_joined_group_come_to_whom_they_belong(stack: Stack) -> None:
 
 
 def test_a_lost_service_is_told_to_all(stack: Stack) -> None:
-    from transport.errors import ClientClosed
+    from rollout.transport.errors import ClientClosed
 
     stack.engine.frozen = True
 
@@ -238,7 +238,7 @@ def test_a_lost_service_is_told_to_whoever_was_aborted_as_well() -> None:
     from types import SimpleNamespace
 
     from rollout.http.requests import SharedGroup
-    from transport.errors import ServiceLost
+    from rollout.transport.errors import ServiceLost
 
     async def run() -> None:
         made = [PromptRequest(PROMPT, sampling()) for _ in range(2)]

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from rollout.client.api import RolloutClient
+from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.gateway import gateway
 from tests.support.http_stack import BODY, POST, TOKEN, Stack, limits, raw, stack_of
 from tests.support.waiting import until
 from tests.support.wire import serving
-from transport.loopback import LoopbackService
 
 pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
@@ -351,7 +351,7 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
     """What it has not taken is bounded, and nothing is missing in the end."""
     import asyncio
 
-    from engine.types import Sample, Sampling
+    from rollout.engine.types import Sample, Sampling
     from rollout.http.generation import GenerationService
     from rollout.http.settings import Settings
     from rollout.http.text import Text

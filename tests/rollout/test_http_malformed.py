@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.types import Limits
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Limits
+from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import gateway
 from tests.support.wire import serving
-from transport.loopback import LoopbackService
 
 pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")

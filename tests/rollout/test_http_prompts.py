@@ -140,7 +140,7 @@ def test_a_pause_changes_no_update_that_is_under_way() -> None:
     from rollout.http.control import ControlRoutes
     from rollout.http.sglang import SGLangRoutes, UpdateFromDisk
     from rollout.http.upstream import Upstream
-    from transport.errors import Busy
+    from rollout.transport.errors import Busy
 
     asked: list[Any] = []
 

@@ -17,19 +17,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
+from rollout.engine.types import Sample, Sampling
 from rollout.service import journal
 from rollout.service.journal import Journal, Persistence
 from rollout.service.loop import Service
+from rollout.transport import messages as m
+from rollout.transport.errors import ServiceLost, ServiceRestarted
+from rollout.transport.loopback import LoopbackService
 from tests.support.lasting import ROOT, Process, SeededEngine, expected, free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
-from transport import messages as m
-from transport.errors import ServiceLost, ServiceRestarted
-from transport.loopback import LoopbackService
 
 WAIT = 60.0
 ENDLESS = Sampling(n=2, max_tokens=40_000)
@@ -212,7 +212,7 @@ def test_children_that_run_are_run_again_with_their_seed(lives: Lives, finish_af
 
 
 def test_what_counts_towards_finish_after_and_a_deadline_is_kept(lives: Lives) -> None:
-    from engine.types import Group
+    from rollout.engine.types import Group
     from rollout.service.journal import JournaledGroup
     from rollout.service.restoring import rest
 

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import zmq
 
-from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
+from rollout.engine.types import Sampling
 from rollout.service.access import ROLES_OF
 from rollout.service.loop import Service
+from rollout.transport import messages as m
+from rollout.transport import sockets
+from rollout.transport.errors import Forbidden, KeyRefused, ServiceLost
+from rollout.transport.keys import authenticator, files, ring
+from rollout.transport.keys.files import Role
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
 from tests.support.keyed import Keyed, RawDealer
 from tests.support.waiting import until
 from tests.support.wire import serving, submit
-from transport import messages as m
-from transport import sockets
-from transport.errors import Forbidden, KeyRefused, ServiceLost
-from transport.keys import authenticator, files, ring
-from transport.keys.files import Role
 
 WAIT = 60.0
 ENDLESS = Sampling(n=2, max_tokens=40_000)

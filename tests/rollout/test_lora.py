@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.types import Adapter, LoraTarget, Sampling
-from engine.weights.staging import source_of
-from engine.weights.tensors import describe, with_digest
 from rollout.client.api import RolloutClient
 from rollout.client.lora import scaling_of
+from rollout.engine.engine import Engine
+from rollout.engine.types import Adapter, LoraTarget, Sampling
+from rollout.engine.weights.staging import source_of
+from rollout.engine.weights.tensors import describe, with_digest
+from rollout.transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused, WrongBase
+from rollout.transport.loopback import LoopbackService
+from rollout.transport.weights.manifest import pack_targets, unpack_targets
 from tests.support.adapters import PREFIX, Q, write
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
-from transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused, WrongBase
-from transport.loopback import LoopbackService
-from transport.weights.manifest import pack_targets, unpack_targets
 
 WAIT = 60.0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.types import Limits
 from rollout.client.connection import SendQueue, split_ids
-from transport.frames import Frame, pack
-from transport.messages import UNTAKEN_BYTES, Ack
+from rollout.engine.types import Limits
+from rollout.transport.frames import Frame, pack
+from rollout.transport.messages import UNTAKEN_BYTES, Ack
 
 PIECE = UNTAKEN_BYTES // 4
 

@@ -12,12 +12,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout import RolloutClient
 from rollout.client.handle import Handle, PartialOutputs
 from rollout.client.submission import rest_of, sendable
+from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.service import streaming
 from rollout.service.session import SendLimits
+from rollout.transport import messages as m
+from rollout.transport.checks import Bounds
+from rollout.transport.columns import pack_partials, unpack_progress
+from rollout.transport.errors import InvalidRequest, ProtocolError, ServiceLost
+from rollout.transport.frames import pack
+from rollout.transport.loopback import LoopbackService
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
@@ -26,12 +32,6 @@ from tests.support.toy import engine as toy_engine
 from tests.support.toy import run
 from tests.support.waiting import until
 from tests.support.wire import Bench, serving, submit
-from transport import messages as m
-from transport.checks import Bounds
-from transport.columns import pack_partials, unpack_progress
-from transport.errors import InvalidRequest, ProtocolError, ServiceLost
-from transport.frames import pack
-from transport.loopback import LoopbackService
 
 ROOT = Path(__file__).parents[2]
 WAIT = 60.0

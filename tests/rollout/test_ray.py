@@ -11,9 +11,9 @@ import msgspec
 import psutil
 import pytest
 
-from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
+from rollout.engine.types import Sampling
 from rollout.process import service_process
 from tests.support.waiting import until
 

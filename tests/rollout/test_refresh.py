@@ -18,14 +18,33 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from engine.engine import Engine
-from engine.types import Limits, Mode, Sample, Sampling, TensorInfo, manifest_digest
-from engine.weights.live import Weights
-from engine.weights.staging import Staging
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import WeightSender
+from rollout.engine.engine import Engine
+from rollout.engine.types import Limits, Mode, Sample, Sampling, TensorInfo, manifest_digest
+from rollout.engine.weights.live import Weights
+from rollout.engine.weights.staging import Staging
 from rollout.service.loop import Service, ServiceTiming
 from rollout.service.refresh import REMEMBERED, RefreshTiming
+from rollout.transport import messages as m
+from rollout.transport.columns import unpack_samples
+from rollout.transport.errors import (
+    Busy,
+    ClientClosed,
+    InvalidRequest,
+    RequestTimeout,
+    SourceUnreachable,
+    StaleWeights,
+    WeightsRefused,
+)
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.loopback import LoopbackService
+from rollout.transport.weights import Channel, capabilities, distributed, inline
+from rollout.transport.weights.cuda_ipc import CudaIpcPayload, ExportedStorages
+from rollout.transport.weights.distributed import Broadcaster
+from rollout.transport.weights.inline import InlineOffer, InlineSender, chunks
+from rollout.transport.weights.manifest import pack_manifest
+from rollout.transport.weights.shm import Segment, SegmentView, ShmOffer, host_key
 from tests.support.broken_commit import fail_commit
 from tests.support.clock import Clock
 from tests.support.described import described, digest_of
@@ -36,17 +55,6 @@ from tests.support.invariants import check
 from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
 from tests.support.wire import serving
-from transport import messages as m
-from transport.columns import unpack_samples
-from transport.errors import Busy, ClientClosed, InvalidRequest, RequestTimeout, SourceUnreachable, StaleWeights, WeightsRefused
-from transport.frames import Decoder, pack
-from transport.loopback import LoopbackService
-from transport.weights import Channel, capabilities, distributed, inline
-from transport.weights.cuda_ipc import CudaIpcPayload, ExportedStorages
-from transport.weights.distributed import Broadcaster
-from transport.weights.inline import InlineOffer, InlineSender, chunks
-from transport.weights.manifest import pack_manifest
-from transport.weights.shm import Segment, SegmentView, ShmOffer, host_key
 
 IDS = [f"{i:032x}" for i in range(200)]
 SAMPLING = Sampling(n=16, max_tokens=50_000, ignore_eos=True)
@@ -567,7 +575,7 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
     assert client.refresh(weights_of(2)).via == "inline"
     with pytest.raises(SourceUnreachable, match="No space"):
         client.refresh(weights_of(3), via="shm")
-    monkeypatch.setattr("transport.weights.shm.host_key", lambda: "shm:another:host:0")
+    monkeypatch.setattr("rollout.transport.weights.shm.host_key", lambda: "shm:another:host:0")
     assert client.refresh(weights_of(3)).via == "inline"
     with pytest.raises(SourceUnreachable, match="another host"):
         client.refresh(weights_of(4), via="shm")
@@ -577,14 +585,14 @@ def test_auto_falls_back_to_inline(served: Any, monkeypatch: pytest.MonkeyPatch)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     """All tensors lie on a GPU that the service sees as well."""
     gpu = FakeGPU(live=True)
-    monkeypatch.setattr("transport.weights.tensors.on_gpu", lambda tensor: True)
-    monkeypatch.setattr("transport.weights.tensors.synchronize", lambda devices: None)
-    monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
-    monkeypatch.setattr("transport.weights.cuda_ipc.ExportedStorages", lambda: ExportedStorages(gpu.export))
-    monkeypatch.setattr("engine.cuda.digests.device_hashes", lambda: None)  # they lie on the CPU in truth
+    monkeypatch.setattr("rollout.transport.weights.tensors.on_gpu", lambda tensor: True)
+    monkeypatch.setattr("rollout.transport.weights.tensors.synchronize", lambda devices: None)
+    monkeypatch.setattr("rollout.transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
+    monkeypatch.setattr("rollout.transport.weights.cuda_ipc.ExportedStorages", lambda: ExportedStorages(gpu.export))
+    monkeypatch.setattr("rollout.engine.cuda.digests.device_hashes", lambda: None)  # they lie on the CPU in truth
     monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr(
-        "transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=gpu.copy)
+        "rollout.transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=gpu.copy)
     )
     return gpu
 
@@ -614,7 +622,7 @@ def test_memory_that_does_not_open_travels_by_the_next_way(
     client = connect()
     gpu.refuse = b"all"
     if not shared:
-        monkeypatch.setattr("transport.weights.shm.host_key", lambda: "shm:another:host:0")
+        monkeypatch.setattr("rollout.transport.weights.shm.host_key", lambda: "shm:another:host:0")
     assert client.refresh(weights_of(1)).via == ("shm" if shared and host_key() else "inline")
     with pytest.raises(SourceUnreachable, match="cannot be opened"):
         client.refresh(weights_of(2), via="cuda_ipc")
@@ -644,7 +652,7 @@ def test_on_one_device_it_is_staged_there(gpu: FakeGPU, served: Any) -> None:
 def test_another_gpu_or_a_service_on_the_cpu(gpu: FakeGPU, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
     client = connect()
-    monkeypatch.setattr("transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:another")
+    monkeypatch.setattr("rollout.transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:another")
     assert client.refresh(weights_of(1)).via == ("shm" if host_key() else "inline")
     with pytest.raises(SourceUnreachable, match="share no GPU"):
         client.refresh(weights_of(2), via="cuda_ipc")
@@ -663,7 +671,9 @@ def test_gpu_memory_that_changes_while_it_is_read_is_refused(
         new["w5"][-1, -1] += 1
 
     monkeypatch.setattr(gpu, "copy", change)
-    monkeypatch.setattr("transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=change))
+    monkeypatch.setattr(
+        "rollout.transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=change)
+    )
     with pytest.raises(WeightsRefused, match="'w5'.*digest"):
         client.refresh(new, via="cuda_ipc")
 

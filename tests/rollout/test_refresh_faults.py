@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
+from rollout.engine.types import Sample, Sampling
+from rollout.transport.weights.shm import host_key
 from tests.support.described import digest_of
 from tests.support.watermark import check_marks, token_of
-from transport.weights.shm import host_key
 
 ROOT = Path(__file__).parents[2]
 WAIT = 60.0

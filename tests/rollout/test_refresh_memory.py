@@ -11,14 +11,14 @@ from statistics import median
 import pytest
 import torch
 
-from engine.weights.lora import AdapterBase
 from rollout.client.api import RolloutClient
+from rollout.engine.weights.lora import AdapterBase
 from rollout.service.refresh import REMEMBERED
+from rollout.transport.loopback import LoopbackService
 from tests.support.adapters import PREFIX, Q, write
 from tests.support.endurance.leaks import held, slope
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
-from transport.loopback import LoopbackService
 
 WAIT = 60.0
 WIDTH, RANK, PUSHES, WARM = 512, 256, 200, 10

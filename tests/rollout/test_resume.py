@@ -11,8 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, PartialSample, Sample, Sampling
 from rollout import RolloutClient, SampleStream
+from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.transport import messages as m
+from rollout.transport.errors import GroupFailed, InvalidRequest, RequestTimeout
+from rollout.transport.loopback import LoopbackService
 from tests.support.equivalence import assert_same
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
@@ -20,9 +23,6 @@ from tests.support.toy import engine as toy_engine
 from tests.support.toy import run
 from tests.support.waiting import until
 from tests.support.wire import Bench, serving, submit
-from transport import messages as m
-from transport.errors import GroupFailed, InvalidRequest, RequestTimeout
-from transport.loopback import LoopbackService
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""

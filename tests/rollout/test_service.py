@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, Limits, Sample, Sampling
+from rollout.engine.types import Group, Limits, Sample, Sampling
 from rollout.service.loop import Service, ServiceTiming
 from rollout.service.session import MAX_REPLY_BYTES, GroupStatus, SendLimits
+from rollout.transport import messages as m
+from rollout.transport.columns import unpack_samples
+from rollout.transport.frames import Frame, frame_bytes, pack
 from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.wire import Bench, Peer, submit
-from transport import messages as m
-from transport.columns import unpack_samples
-from transport.frames import Frame, frame_bytes, pack
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
 NO_TIME = ServiceTiming(idle_poll_s=0.0, requests_s=0.0, least_requests_s=0.0)

@@ -30,16 +30,16 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 """
 
-BARE = """name.split(".")[0] not in {*sys.stdlib_module_names, *"msgspec numpy xxhash zmq rollout transport engine".split()} \\
-            or name.startswith("engine.") and name not in ("engine.types", "engine.config")"""
+BARE = """name.split(".")[0] not in {*sys.stdlib_module_names, *"msgspec numpy xxhash zmq rollout".split()} \\
+            or name.startswith("rollout.engine.") and name not in ("rollout.engine.types", "rollout.engine.config")"""
 """what a client needs that has no tensors: four packages, and of the engine its value types"""
 
-TRAINER = """name.startswith("engine.") and name[7:] not in ("types", "config", "weights", "weights.tensors")"""
+TRAINER = """name.startswith("rollout.engine.") and name[15:] not in ("types", "config", "weights", "weights.tensors")"""
 """a trainer has torch; of the engine it needs the names and bytes of tensors as well"""
 
 GROUPS = """
 from rollout.client import RolloutClient
-from engine.types import Sampling
+from rollout.engine.types import Sampling
 
 client = RolloutClient(sys.argv[1])
 handle = client.submit([1, 2, 3], Sampling(n=3, max_tokens=5, ignore_eos=True))
@@ -82,13 +82,14 @@ def run(lacking: str, program: str, *arguments: object) -> subprocess.CompletedP
 
 
 def test_what_client_and_transport_import_of_the_engine() -> None:
-    """Wherever in a file: a rarely taken branch counts as well. Without `engine.cuda.digests` the host takes digests."""
-    named = re.compile(r"^\s*(?:from|import) (engine(?:\.\w+)*)", re.MULTILINE)
+    """Wherever in a file: a rarely taken branch counts as well. Without `rollout.engine.cuda.digests` the host takes
+    digests."""
+    named = re.compile(r"^\s*(?:from|import) (rollout\.engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
-    assert found == {"engine.types", "engine.weights.tensors", "engine.cuda.digests"}
-    assert named.findall("def f():\n    from engine.weights.staging import x") == ["engine.weights.staging"]
-    assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["engine.types"]
+    assert found == {"rollout.engine.types", "rollout.engine.weights.tensors", "rollout.engine.cuda.digests"}
+    assert named.findall("def f():\n    from rollout.engine.weights.staging import x") == ["rollout.engine.weights.staging"]
+    assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["rollout.engine.types"]
 
 
 def test_a_client_without_torch_and_without_the_engine(service: str, folder: Path) -> None:
@@ -103,14 +104,15 @@ def test_a_trainer_without_the_engine_sends_tensors(service: str, folder: Path) 
 
 
 @pytest.mark.parametrize(
-    "wants", ["torch", "transformers", "tyro", "engine.engine", "engine.weights.tensors", "engine.kv.pages"]
+    "wants",
+    ["torch", "transformers", "tyro", "rollout.engine.engine", "rollout.engine.weights.tensors", "rollout.engine.kv.pages"],
 )
 def test_what_the_environment_lacks_would_be_noticed(wants: str) -> None:
     done = run(BARE, f"import rollout.client, {wants}")
-    assert done.returncode != 0 and f"not in this environment: {'.'.join(wants.split('.')[:2])}\n" in done.stderr, done.stderr
+    assert done.returncode != 0 and f"not in this environment: {'.'.join(wants.split('.')[:3])}\n" in done.stderr, done.stderr
 
 
 def test_tensors_would_be_noticed(service: str, folder: Path) -> None:
     """The environment of the first test lacks what the second one needs."""
     done = run(BARE, GROUPS + "client.refresh({'w0': [1, 2]})", service)
-    assert done.returncode != 0 and "not in this environment: engine.weights" in done.stderr, done.stderr
+    assert done.returncode != 0 and "not in this environment: rollout.engine.weights" in done.stderr, done.stderr

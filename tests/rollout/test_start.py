@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from engine.types import Limits
 from rollout.commands import http, serve
 from rollout.commands.arguments import HttpArgs, ServeArgs, parse
 from rollout.config import InputError
+from rollout.engine.types import Limits
 from rollout.metrics.sinks import JsonlSink
+from rollout.transport.sockets import ServiceEnd
 from tests.support.fake_engine import FakeEngine
-from transport.sockets import ServiceEnd
 
 
 def serve_with(*flags: str) -> int:
@@ -48,7 +48,7 @@ def test_a_signal_in_a_finalizer_is_not_forgotten(tiny_model: Path, monkeypatch:
             Lost()
             super().__init__()
 
-    monkeypatch.setattr("engine.engine.Engine", Slow)
+    monkeypatch.setattr("rollout.engine.engine.Engine", Slow)
     assert serve_with("--model", str(tiny_model), "--service.endpoint", "tcp://127.0.0.1:0") == 0
 
 
@@ -56,7 +56,7 @@ def test_a_signal_in_a_finalizer_is_not_forgotten(tiny_model: Path, monkeypatch:
 def test_a_port_in_use_is_told_before_a_model_is_loaded(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.engine.Engine", None)  # would raise TypeError
+    monkeypatch.setattr("rollout.engine.engine.Engine", None)  # would raise TypeError
     end = ServiceEnd("tcp://127.0.0.1:0", Limits())
     try:
         with pytest.raises(InputError, match="cannot listen at"):
@@ -70,7 +70,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(
 def test_a_ready_file_that_cannot_be_is_told_before_a_model_is_loaded(
     restart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.engine.Engine", None)  # would raise TypeError
+    monkeypatch.setattr("rollout.engine.engine.Engine", None)  # would raise TypeError
     for path, reason in (
         (tmp_path / "nowhere" / "ready", "No such file or directory; name a file in a folder that can be written"),
         (tmp_path, "is a folder"),
@@ -90,7 +90,7 @@ def test_a_start_that_fails_closes_what_it_opened(tiny_model: Path, tmp_path: Pa
     def broken(*_: Any, **__: Any) -> Any:
         raise ValueError("no memory for that")
 
-    monkeypatch.setattr("engine.engine.Engine", broken)
+    monkeypatch.setattr("rollout.engine.engine.Engine", broken)
 
     def noted(kind: type) -> Any:
         close = kind.close  # type: ignore[attr-defined]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.types import Sampling
 from rollout.client.api import RolloutClient
 from rollout.commands import supervise
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.supervise import STALLS, Supervisor, serving
 from rollout.config import Config, ServiceConfig, load
+from rollout.engine.types import Sampling
 from tests.support.lasting import ROOT, expected
 from tests.support.waiting import until
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.types import Sample
 from rollout.client.text import text_of
+from rollout.engine.types import Sample
 
 
 @pytest.fixture(scope="module")

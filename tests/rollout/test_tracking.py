@@ -19,15 +19,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import WeightOffload
-from engine.memory import HostMemory
-from engine.scheduling.counters import Rates
-from engine.types import Group, PartialSample, Sample, Sampling
-from engine.weights.offload import OffloadedModel
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.commands.starting import make_tracker
 from rollout.config import Config, InputError, TrackingConfig, dump, load
+from rollout.engine.config import WeightOffload
+from rollout.engine.memory import HostMemory
+from rollout.engine.scheduling.counters import Rates
+from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from rollout.metrics.audit import Audit, plain_twin
 from rollout.metrics.meters import EngineMeter, SampleMeter
@@ -36,11 +36,11 @@ from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
 from rollout.service.loop import Service
 from rollout.service.watchdog import LoopPhase
+from rollout.transport.loopback import LoopbackService
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wandb_file import history
-from transport.loopback import LoopbackService
 
 ROOT = Path(__file__).parents[2]
 

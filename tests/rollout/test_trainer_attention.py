@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.cpu.kernels import choose
-from engine.cpu.products import use_products
-from engine.engine import Engine
-from engine.types import Group, Sample, Sampling
+from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.kernels import choose
+from rollout.engine.cpu.products import use_products
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact.attention import trainer_attention
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.types import Mode, Sample, Sampling
+from rollout.engine.types import Mode, Sample, Sampling
 from rollout.integrations.verl.server import VerlOptions, VerlService, ended
+from rollout.transport.errors import GroupFailed, InvalidRequest, RolloutError
 from tests.support.fake_engine import FakeEngine, expected
 from tests.support.wire import serving
-from transport.errors import GroupFailed, InvalidRequest, RolloutError
 
 WAIT_S = 60.0
 VERLS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from engine.types import Sampling, Served
 from rollout.client.api import RolloutClient
 from rollout.client.pending import REMEMBERED, WeightHistory
+from rollout.engine.types import Sampling, Served
 from rollout.service.journal import Journal
+from rollout.transport import messages as m
+from rollout.transport.errors import ServiceRestarted, WeightsRefused
+from rollout.transport.frames import pack
+from rollout.transport.loopback import LoopbackService
 from tests.support import toy
 from tests.support.lasting import SeededEngine
 from tests.support.played import Played, failure
 from tests.support.waiting import until
 from tests.support.watermark import watermark_engine, weights_of
 from tests.support.wire import Bench, Peer, serving, submit
-from transport import messages as m
-from transport.errors import ServiceRestarted, WeightsRefused
-from transport.frames import pack
-from transport.loopback import LoopbackService
 
 WAIT = 60.0
 

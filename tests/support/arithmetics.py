@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.cpu import isa
+from rollout.engine.cpu import isa
 
 ROOT = Path(__file__).parents[2]
 WITH_TORCH = re.compile(r"^(?:import|from) torch\b", re.MULTILINE)
@@ -60,7 +60,7 @@ class Machine(NamedTuple):
     shows: str
     environment: dict[str, str]
     needs: str = "plain"
-    """a name of `engine.cpu.isa.ISAS`: libraries that are told to use instructions which are not there crash"""
+    """a name of `rollout.engine.cpu.isa.ISAS`: libraries that are told to use instructions which are not there crash"""
 
 
 def _machine(shows: str, ours: str, blas: str, mkl: str, aten: str, onednn: str, needs: str = "plain", **more: str) -> Machine:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.weights.buffers import RefreshBuffers
+from rollout.engine.weights.buffers import RefreshBuffers
 
 
 class Failing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from transport.keys.cookie import USER, cookie_file, read
+from rollout.transport.keys.cookie import USER, cookie_file, read
 
 NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00PLAIN" + bytes(47)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from engine.types import KVPolicy, Limits, Refreshed, Sample, Served
+from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
@@ -31,8 +31,8 @@ from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
 from rollout.service.loop import Service
+from rollout.transport.sockets import ServiceEnd
 from tests.support.faulty_link import Proxy
-from transport.sockets import ServiceEnd
 
 STEP_S = 0.004
 WAIT = 120.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.config import AdvancedConfig, EngineConfig
+from rollout.engine.config import AdvancedConfig, EngineConfig
 
 
 def engine_config(**options: Any) -> EngineConfig:

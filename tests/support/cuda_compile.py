@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
+from rollout.engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
 FP8_TYPES = {"data": "*u8", "halves": "*i16", "words": INT32}
@@ -127,8 +127,8 @@ def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
 
 def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
     """Yield the figures of `attend` for both kinds of tiles, as the device would launch it."""
-    from engine.cuda import attention_kernels as triton_kernels
-    from engine.cuda.attention import CONVERTS_FP8, EXACT
+    from rollout.engine.cuda import attention_kernels as triton_kernels
+    from rollout.engine.cuda.attention import CONVERTS_FP8, EXACT
 
     launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[capability])
     launches = with_codes(launches, heads.dim, capability) if heads.fp8 else launches
@@ -156,13 +156,13 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
 
 def others(capability: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of the kernels beside `attend`."""
-    from engine.cuda import attention_kernels as triton_kernels
-    from engine.cuda import digest_kernels, exact_kernels, fused_kernels
-    from engine.cuda.attention import EXACT
-    from engine.cuda.digests import BLOCKS, UNROLL
-    from engine.cuda.exact import FUSED, TILES
-    from engine.cuda.sampling import BLOCK
-    from engine.cuda.sampling_kernels import draw_kernel
+    from rollout.engine.cuda import attention_kernels as triton_kernels
+    from rollout.engine.cuda import digest_kernels, exact_kernels, fused_kernels
+    from rollout.engine.cuda.attention import EXACT
+    from rollout.engine.cuda.digests import BLOCKS, UNROLL
+    from rollout.engine.cuda.exact import FUSED, TILES
+    from rollout.engine.cuda.sampling import BLOCK
+    from rollout.engine.cuda.sampling_kernels import draw_kernel
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
     for itemsize, tile in TILES.items():

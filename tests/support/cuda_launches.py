@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.cuda.fused import FusedDecoder
-from engine.devices import StepCapacity, TritonAttention
-from engine.forward.model import Model
+from rollout.engine.cuda.fused import FusedDecoder
+from rollout.engine.devices import StepCapacity, TritonAttention
+from rollout.engine.forward.model import Model
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.types import TensorInfo, manifest_digest
-from engine.weights.tensors import describe, with_digest
+from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.weights.tensors import describe, with_digest
 from tests.support.watermark import weights_of
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
-from engine.devices import CpuDevice
-from engine.forward.model import ExecutionPath, Model
-from engine.forward.reference import ReferenceAttention
+from rollout.engine.config import EngineConfig
+from rollout.engine.devices import CpuDevice
+from rollout.engine.forward.model import ExecutionPath, Model
+from rollout.engine.forward.reference import ReferenceAttention
 
 
 def equip(model: Model, isa: str = "auto") -> ExecutionPath:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import xxhash
 
-from engine.cuda.digests import DeviceHashes
-from engine.cuda.regions import Driver, MappedRegion
-from engine.memory import Hashes, HostMemory, MemoryRegion
+from rollout.engine.cuda.digests import DeviceHashes
+from rollout.engine.cuda.regions import Driver, MappedRegion
+from rollout.engine.memory import Hashes, HostMemory, MemoryRegion
 from tests.support.fake_cuda import FakeCuda
 
 
 class HostHashes:
-    """`engine.memory.Hashes` by xxhash."""
+    """`rollout.engine.memory.Hashes` by xxhash."""
 
     def __init__(self, rows: int) -> None:
         self._rows = [xxhash.xxh3_128() for _ in range(rows)]

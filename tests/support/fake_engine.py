@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.types import Group, Limits, PartialSample, Sample, Served, TokenChunk
+from rollout.engine.types import Group, Limits, PartialSample, Sample, Served, TokenChunk
 
 VOCAB = 1000
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.types import TensorInfo
-from transport.errors import SourceUnreachable
-from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, TrainerStorage
+from rollout.engine.types import TensorInfo
+from rollout.transport.errors import SourceUnreachable
+from rollout.transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, TrainerStorage
 
 BOTH = torch.arange(6000, dtype=torch.float32)
 """one storage with two tensors"""

@@ -17,7 +17,8 @@ NOTHING, PRIVATE, FIXED = 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10
 
 
 class HostDriver:
-    """`engine.cuda.regions.Driver`. What is not mapped cannot be touched: the process would end. `limit`: bytes there are."""
+    """`rollout.engine.cuda.regions.Driver`. What is not mapped cannot be touched: the process would end. `limit`: bytes there
+    are."""
 
     grain = 1 << 16
 

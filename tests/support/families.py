@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.forward.model import Model, UnsupportedModel
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model, UnsupportedModel
 from tests.support.tiny import COMMON, plain_logprobs
 from tests.support.toy import group, run
 

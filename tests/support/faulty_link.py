@@ -7,7 +7,7 @@ import socket
 import threading
 from types import TracebackType
 
-from transport.keys.cookie import Cookie, cookie_file, read
+from rollout.transport.keys.cookie import Cookie, cookie_file, read
 
 
 class LentCookie:

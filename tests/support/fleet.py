@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import KVPolicy, Limits, Refreshed, Sample
+from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import ProcessExit, Use, alike, least_used
 from rollout.fleet.timing import Timing
 from rollout.service.loop import Service
+from rollout.transport import messages as m
+from rollout.transport.frames import Decoder, pack
 from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of
 from tests.support.waiting import until
-from transport import messages as m
-from transport.frames import Decoder, pack
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""

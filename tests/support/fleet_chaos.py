@@ -29,13 +29,13 @@ import numpy as np
 import psutil
 import torch
 
-from engine.types import Sample, Sampling, manifest_digest
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Sample, Sampling, manifest_digest
+from rollout.transport.errors import RolloutError, SourceUnreachable, WeightsRefused
 from tests.support.chaos_front import WAIT
 from tests.support.hash_engine import MARK, TENSORS, expected, key_of, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
-from transport.errors import RolloutError, SourceUnreachable, WeightsRefused
 
 DONE = ("kills", "stops", "cuts", "refreshes", "broken_refreshes", "router_kills", "samples")
 FOUND = ("lost", "doubled", "mixed", "unequal", "orphans")

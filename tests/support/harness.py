@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.kv.block import BlockCopies
-from engine.scheduling.output import copies_failed
-from engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stopping import Vocabulary, stops_of
-from engine.types import Group, Limits, PartialSample, Sample, Sampling
+from rollout.engine.kv.block import BlockCopies
+from rollout.engine.scheduling.output import copies_failed
+from rollout.engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.stopping import Vocabulary, stops_of
+from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling
 from tests.support.configs import engine_config
 from tests.support.invariants import check
 from tests.support.plans import sent

@@ -18,7 +18,18 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.types import Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, TensorInfo, TokenChunk, manifest_digest
+from rollout.engine.types import (
+    Group,
+    KVPolicy,
+    Limits,
+    Mode,
+    Refreshed,
+    Sample,
+    Served,
+    TensorInfo,
+    TokenChunk,
+    manifest_digest,
+)
 
 VOCAB = 997
 TENSORS = 4

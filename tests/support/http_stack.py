@@ -12,10 +12,10 @@ import httpx
 import msgspec
 
 from rollout.client.api import RolloutClient
+from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import Gateway, gateway
 from tests.support.wire import serving
-from transport.loopback import LoopbackService
 
 TOKEN = "a token of more than sixteen"
 BODY = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "logprobs": 0, "seed": 1}}

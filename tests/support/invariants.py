@@ -6,12 +6,12 @@ from collections import Counter
 
 import numpy as np
 
-from engine.kv.block import Block
-from engine.kv.placement import BlockPlacement
-from engine.kv.store import BlockStore
-from engine.scheduling.plan import SAMPLING
-from engine.scheduling.queue import RunningTable, sampling_of, slots_of
-from engine.scheduling.scheduler import Scheduler
+from rollout.engine.kv.block import Block
+from rollout.engine.kv.placement import BlockPlacement
+from rollout.engine.kv.store import BlockStore
+from rollout.engine.scheduling.plan import SAMPLING
+from rollout.engine.scheduling.queue import RunningTable, sampling_of, slots_of
+from rollout.engine.scheduling.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler) -> None:

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.types import Limits
+from rollout.engine.types import Limits
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.process import STOP_TIMEOUT_S
+from rollout.transport.keys import files
+from rollout.transport.sockets import ServiceEnd
 from tests.support.fleet import WAIT, step_until
-from transport.keys import files
-from transport.sockets import ServiceEnd
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,16 +97,16 @@ def joined_fleet(folder: Path | None, *names: str, step_s: float = 0.0) -> Itera
 
 
 def main() -> None:
-    import transport.weights
     from rollout.commands.serve_replica import joined_service
     from rollout.commands.starting import Stopper
     from rollout.config import Config, FleetConfig, ServiceConfig
+    from rollout.transport import weights
     from tests.support.hash_engine import HashEngine
 
     router, name, step_s, *words = sys.argv[1:]
     options = dict(word.split("=") for word in words if "=" in word)
     if "elsewhere" in words:
-        transport.weights.host_key = lambda: "shm:elsewhere"  # type: ignore[attr-defined]
+        weights.host_key = lambda: "shm:elsewhere"  # type: ignore[attr-defined]
     stop = Stopper()
     alone_s = float(options["alone"]) if "alone" in options else None
     config = Config(service=ServiceConfig(exit_without_clients_s=alone_s), fleet=FleetConfig(join=router, name=name))

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import zmq
 
-from engine.types import Limits
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Limits
 from rollout.service.loop import Service
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.keys import files
+from rollout.transport.keys.cookie import ClientCookie, cookie_file
+from rollout.transport.keys.curve import introduce
+from rollout.transport.keys.files import ClientKeys, Role
+from rollout.transport.messages import Alive, ServiceMessage, answer_limits
 from tests.support.wire import serving_at
-from transport.frames import Decoder, pack
-from transport.keys import files
-from transport.keys.cookie import ClientCookie, cookie_file
-from transport.keys.curve import introduce
-from transport.keys.files import ClientKeys, Role
-from transport.messages import Alive, ServiceMessage, answer_limits
 
 WAIT = 60.0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.types import Group, Sample
+from rollout.engine.types import Group, Sample
 from tests.support.fake_engine import VOCAB, FakeEngine
 from tests.support.waiting import until
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.engine import Engine
-from engine.types import Sample
+from rollout.engine.engine import Engine
+from rollout.engine.types import Sample
 from tests.support.invariants import check
 from tests.support.toy import group
 

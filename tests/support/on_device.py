@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.types import Group, Sample
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group, Sample
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group
 

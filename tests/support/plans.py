@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.scheduling.plan import Plan, SampledTokens
-from engine.scheduling.scheduler import Scheduler
-from engine.types import Group, Sample, Sampling
+from rollout.engine.scheduling.plan import Plan, SampledTokens
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.types import Group, Sample, Sampling
 from tests.support.configs import engine_config
 
 

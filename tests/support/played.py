@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sample, Served
 from rollout.client.api import Handle, RolloutClient
+from rollout.engine.types import Limits, Sample, Served
+from rollout.transport import errors as e
+from rollout.transport import messages as m
+from rollout.transport.columns import pack_samples
+from rollout.transport.frames import Decoder, Frame, pack
+from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import VOCAB
-from transport import errors as e
-from transport import messages as m
-from transport.columns import pack_samples
-from transport.frames import Decoder, Frame, pack
-from transport.loopback import LoopbackService
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""

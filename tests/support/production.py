@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.devices import StepCapacity, TritonAttention
-from engine.kv import fp8
+from rollout.engine.devices import StepCapacity, TritonAttention
+from rollout.engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 32

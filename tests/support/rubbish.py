@@ -6,10 +6,10 @@ import random
 
 import zmq
 
+from rollout.transport import messages as m
+from rollout.transport.frames import pack
+from rollout.transport.keys.cookie import ClientCookie
 from tests.support.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
-from transport import messages as m
-from transport.frames import pack
-from transport.keys.cookie import ClientCookie
 
 WAIT = 120.0
 """for what comes: a bound for hangs only"""

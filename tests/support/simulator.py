@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.scheduling.plan import Plan, SampledTokens
-from engine.scheduling.scheduler import Scheduler
-from engine.types import Group, Sample, Sampling
+from rollout.engine.config import EngineConfig
+from rollout.engine.scheduling.plan import Plan, SampledTokens
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.types import Group, Sample, Sampling
 
 END = 2
 """the token that ends a child"""

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from engine.types import Sample
+from rollout.engine.types import Sample
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
 from rollout.service.loop import Service

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.devices import device_of
-from engine.engine import Engine
-from engine.forward.model import Model
-from engine.types import Sample
-from engine.weights.offload import OffloadedModel
+from rollout.engine.devices import device_of
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model
+from rollout.engine.types import Sample
+from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from tests.support.configs import engine_config
 

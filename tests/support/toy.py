@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.forward.sampling import _mix
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.types import Group, Sample, Sampling
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.sampling import _mix
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.types import Group, Sample, Sampling
 from tests.support.configs import engine_config
 from tests.support.invariants import check
 
@@ -64,8 +64,8 @@ def toy_logits(stored: np.ndarray) -> np.ndarray:
 
 def expected(group: Group) -> list[list[int]]:
     """Compute what the children of a seeded group must be, without an engine."""
-    from engine.cpu.kernels import choose
-    from engine.forward.sampling import sample
+    from rollout.engine.cpu.kernels import choose
+    from rollout.engine.forward.sampling import sample
     from tests.support.toy_batch import one_draw
 
     native, children = choose().kernels, []

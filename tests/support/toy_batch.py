@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.forward.sampling import SamplingBatch, uniform
-from engine.types import Sampling
+from rollout.engine.forward.sampling import SamplingBatch, uniform
+from rollout.engine.types import Sampling
 
 
 def one_draw(sampling: Sampling, index: int, position: int) -> SamplingBatch:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.engine import Engine
-from engine.forward.batch import Batch
-from engine.kv.pages import KVGeometry, PagedKV
-from engine.types import Sample
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.types import Sample
 from tests.support.configs import engine_config
 
 VOCAB = 4096

@@ -25,9 +25,9 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.client.link import Link
 from rollout.client.refresh import WeightSender
+from rollout.transport.weights import distributed, inline
+from rollout.transport.weights.shm import NONCE_BYTES
 from tests.support.watermark import weights_of
-from transport.weights import distributed, inline
-from transport.weights.shm import NONCE_BYTES
 
 MESSAGES = {"inline": 17, "shm": 2, "gloo": 2}
 """of a push: Begin, chunks of half a megabyte, Commit"""

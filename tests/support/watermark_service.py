@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from engine.weights.buffers import RefreshBuffers
+from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.process import write_atomically
 from rollout.service.loop import Service
+from rollout.transport.weights import distributed
 from tests.support.broken_commit import Failing
 from tests.support.watermark import watermark_engine
-from transport.weights import distributed
 
 LEASE_S = 100.0
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from engine.types import Limits, Sample, Sampling
+from rollout.engine.types import Limits, Sample, Sampling
 from rollout.service.loop import Service, ServiceTiming
+from rollout.transport import messages as m
+from rollout.transport.columns import unpack_samples
+from rollout.transport.frames import Decoder, Frame, pack
+from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
-from transport import messages as m
-from transport.columns import unpack_samples
-from transport.frames import Decoder, Frame, pack
-from transport.loopback import LoopbackService
 
 T = TypeVar("T")
 JOIN_S = 60.0

@@ -8,16 +8,16 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
-from transport import messages as m
-from transport.columns import pack_partials, pack_progress, pack_samples
-from transport.frames import DTYPES, pack
-from transport.weights.cuda_ipc import CudaIpcOffer
-from transport.weights.delta import DeltaOffer
-from transport.weights.distributed import DistributedOffer
-from transport.weights.files import FilesOffer
-from transport.weights.inline import InlineOffer
-from transport.weights.shm import ShmOffer
+from rollout.engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from rollout.transport import messages as m
+from rollout.transport.columns import pack_partials, pack_progress, pack_samples
+from rollout.transport.frames import DTYPES, pack
+from rollout.transport.weights.cuda_ipc import CudaIpcOffer
+from rollout.transport.weights.delta import DeltaOffer
+from rollout.transport.weights.distributed import DistributedOffer
+from rollout.transport.weights.files import FilesOffer
+from rollout.transport.weights.inline import InlineOffer
+from rollout.transport.weights.shm import ShmOffer
 
 SAMPLING = Sampling(
     n=3, max_tokens=9, min_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, stop_token_ids=(7, 8), seed=2**62

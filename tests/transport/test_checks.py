@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
-from transport import messages as m
-from transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_refreshed, check_sample
+from rollout.engine.types import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from rollout.transport import messages as m
+from rollout.transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_refreshed, check_sample
 
 PROMPT = np.array([5, 6, 7], np.int32)
 BOUNDS = Bounds(100, frozenset({2}), 3, lambda version: version in (3, 5, 6))

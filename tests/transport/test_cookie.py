@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.types import Limits
+from rollout.engine.types import Limits
+from rollout.transport import messages as m
+from rollout.transport.frames import pack
+from rollout.transport.keys import cookie, files
+from rollout.transport.keys.cookie import ClientCookie, cookie_file
+from rollout.transport.sockets import ClientEnd, ServiceEnd, SocketOptions
 from tests.support import by_hand
 from tests.support.waiting import until
-from transport import messages as m
-from transport.frames import pack
-from transport.keys import cookie, files
-from transport.keys.cookie import ClientCookie, cookie_file
-from transport.sockets import ClientEnd, ServiceEnd, SocketOptions
 
 LIMITS = Limits()
 WAIT = 60.0
@@ -97,7 +97,7 @@ def test_no_message_of_a_stranger_is_read(who: str, keyed: bool, tmp_path: Path)
 
 def test_a_page_s_bytes_are_a_message_where_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the bytes above are what they are meant to be."""
-    monkeypatch.setattr("transport.sockets.require", lambda sock: None)
+    monkeypatch.setattr("rollout.transport.sockets.require", lambda sock: None)
     service = ServiceEnd("tcp://127.0.0.1:*", LIMITS)
     heard: list[bytes] = []
     with socket.create_connection(("127.0.0.1", int(service.endpoint.rpartition(":")[2]))) as page:
@@ -240,8 +240,8 @@ def test_a_file_that_was_removed_is_written_again(service: ServiceEnd, where: Pa
 
 KILLED = """
 import os, signal
-from engine.types import Limits
-from transport.sockets import ServiceEnd
+from rollout.engine.types import Limits
+from rollout.transport.sockets import ServiceEnd
 end = ServiceEnd("tcp://127.0.0.1:*", Limits())
 os.kill(os.getpid(), signal.SIGKILL)
 """

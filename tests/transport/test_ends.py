@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.types import Limits
+from rollout.engine.types import Limits
+from rollout.transport import sockets
+from rollout.transport.keys.cookie import ClientCookie
+from rollout.transport.loopback import LoopbackClient, LoopbackService
+from rollout.transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 from tests.support.waiting import until
-from transport import sockets
-from transport.keys.cookie import ClientCookie
-from transport.loopback import LoopbackClient, LoopbackService
-from transport.sockets import QUEUED_MESSAGES, ClientEnd, ServiceEnd, check_bind
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(max_frames=4, max_frame_bytes=100_000, max_header_bytes=1000)
@@ -227,9 +227,9 @@ def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
 
 SERVICE_THAT_READS_LATE = """
 import socket, struct, time
-from engine.types import Limits
+from rollout.engine.types import Limits
 from tests.support.by_hand import connected
-from transport.sockets import ServiceEnd
+from rollout.transport.sockets import ServiceEnd
 
 end = ServiceEnd("tcp://127.0.0.1:*", Limits())
 ping = b"\\x04\\x09\\x04PING\\x00\\x00\\x07\\x07"
@@ -250,10 +250,10 @@ print("alive")
 """
 CLIENT_THAT_READS_LATE = """
 import socket, struct, time, zmq
-from engine.types import Limits
-from transport import sockets
-from transport.keys.cookie import Cookie, require
-from transport.keys.authenticator import KeyAuthenticator
+from rollout.engine.types import Limits
+from rollout.transport import sockets
+from rollout.transport.keys.cookie import Cookie, require
+from rollout.transport.keys.authenticator import KeyAuthenticator
 
 context = zmq.Context()
 service = context.socket(zmq.ROUTER)
@@ -286,8 +286,8 @@ print("alive")
 
 FEW_DESCRIPTORS = """
 import os, resource, sys, zmq
-from engine.types import Limits
-from transport import sockets
+from rollout.engine.types import Limits
+from rollout.transport import sockets
 
 def ends(spare):
     limit = len(os.listdir("/proc/self/fd")) - 1 + spare

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, Sampling
+from rollout.engine.types import Limits, Sampling
+from rollout.transport import frames as frames_module
+from rollout.transport import messages as m
+from rollout.transport.errors import ProtocolError
+from rollout.transport.frames import DTYPES, Decoder, frame_bytes, pack
 from tests.support.wire_fuzz import CLIENT_MESSAGES, HEADERS, REFERENCES, UNIONS, kinds, mutate, same, valid_frames
-from transport import frames as frames_module
-from transport import messages as m
-from transport.errors import ProtocolError
-from transport.frames import DTYPES, Decoder, frame_bytes, pack
 
 FUZZED = 20_000
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.types import Limits
+from rollout.engine.types import Limits
+from rollout.transport import receive_limit, sockets
+from rollout.transport.keys.cookie import ClientCookie
+from rollout.transport.sockets import ClientEnd, ServiceEnd, SocketOptions
 from tests.support.by_hand import connected
 from tests.support.waiting import until
-from transport import receive_limit, sockets
-from transport.keys.cookie import ClientCookie
-from transport.sockets import ClientEnd, ServiceEnd, SocketOptions
 
 LIMITS = Limits(max_frame_bytes=100_000, max_header_bytes=1000)
 BOUND = 1 << 20

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.types import Limits
 from rollout.commands.main import main
-from transport.keys import files
-from transport.keys.files import BadKeys
-from transport.sockets import ClientEnd, ServiceEnd
+from rollout.engine.types import Limits
+from rollout.transport.keys import files
+from rollout.transport.keys.files import BadKeys
+from rollout.transport.sockets import ClientEnd, ServiceEnd
 
 ADDRESS = "tcp://10.0.0.1:5655"
 

@@ -9,10 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
-from tests.support.wire_fuzz import PARTIALS, same
-from transport import errors
-from transport.columns import (
+from rollout.engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.transport import errors
+from rollout.transport.columns import (
     pack_partials,
     pack_progress,
     pack_samples,
@@ -20,8 +19,9 @@ from transport.columns import (
     unpack_progress,
     unpack_samples,
 )
-from transport.frames import Decoder, pack
-from transport.messages import DIGEST_BYTES, Ended, Progress, SamplesDone, Submit, digest
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.messages import DIGEST_BYTES, Ended, Progress, SamplesDone, Submit, digest
+from tests.support.wire_fuzz import PARTIALS, same
 
 SUBMIT = Submit("g", np.array([1, 2, 3], np.int32), Sampling(n=2, temperature=float("nan")), 4)
 

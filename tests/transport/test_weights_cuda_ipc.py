@@ -11,11 +11,11 @@ import pytest
 import torch
 import xxhash
 
-from engine.types import TensorInfo
+from rollout.engine.types import TensorInfo
+from rollout.transport.errors import InvalidRequest, SourceUnreachable
+from rollout.transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, ExportedStorages, TrainerStorage
+from rollout.transport.weights.tensors import digest
 from tests.support.fake_gpu import MANIFEST, TENSORS, WHOLE, FakeGPU
-from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, ExportedStorages, TrainerStorage
-from transport.weights.tensors import digest
 
 
 def read_all(payload: CudaIpcPayload, piece: int) -> bytes:

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.engine import Engine
-from engine.types import Sampling, TensorInfo
 from rollout.client.api import RolloutClient
+from rollout.engine.engine import Engine
+from rollout.engine.types import Sampling, TensorInfo
 from rollout.service import refresh as pushes
+from rollout.transport.errors import InvalidRequest, WrongBase
+from rollout.transport.loopback import LoopbackService
+from rollout.transport.weights import delta, open_payload
+from rollout.transport.weights.delta import HEAD_BYTES, DeltaOffer, decode, encode, rest_bytes
+from rollout.transport.weights.shm import SegmentView
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
-from transport.errors import InvalidRequest, WrongBase
-from transport.loopback import LoopbackService
-from transport.weights import delta, open_payload
-from transport.weights.delta import HEAD_BYTES, DeltaOffer, decode, encode, rest_bytes
-from transport.weights.shm import SegmentView
 
 WAIT = 60.0
 

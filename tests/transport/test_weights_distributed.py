@@ -24,12 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rollout.transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
+from rollout.transport.weights import capabilities, distributed, group, open_payload
+from rollout.transport.weights.distributed import Broadcaster, DistributedOffer, DistributedPayload
+from rollout.transport.weights.shm import SegmentView
 from tests.support.sent_tensors import ARRAYS, MANIFEST, WHOLE
 from tests.support.waiting import until
-from transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
-from transport.weights import capabilities, distributed, group, open_payload
-from transport.weights.distributed import Broadcaster, DistributedOffer, DistributedPayload
-from transport.weights.shm import SegmentView
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -418,7 +418,7 @@ def test_a_trainer_that_sends_too_little(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_trainer_that_is_killed() -> None:
     program = (
         "import sys, msgspec, numpy as np, time\n"
-        "from transport.weights import distributed\n"
+        "from rollout.transport.weights import distributed\n"
         "distributed.SLOT_BYTES = 70_001\n"
         "sender = distributed.Broadcaster('gloo', '127.0.0.1', 10_000_000)\n"
         "print(msgspec.json.encode(sender.offer).decode(), flush=True)\n"

@@ -17,17 +17,17 @@ import pytest
 import xxhash
 from safetensors.torch import save_file
 
-from engine.types import Limits, manifest_digest
+from rollout.engine.types import Limits, manifest_digest
+from rollout.transport.errors import InvalidRequest, SourceUnreachable
+from rollout.transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
+from rollout.transport.weights.automatic import choose
+from rollout.transport.weights.ends import Sender
+from rollout.transport.weights.files import FilesOffer, describe_folder
+from rollout.transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
+from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
+from rollout.transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
+from rollout.transport.weights.tensors import Tensors
 from tests.support.sent_tensors import ARRAYS, MANIFEST, TENSORS, WHOLE
-from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
-from transport.weights.automatic import choose
-from transport.weights.ends import Sender
-from transport.weights.files import FilesOffer, describe_folder
-from transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
-from transport.weights.manifest import pack_manifest, unpack_manifest
-from transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
-from transport.weights.tensors import Tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,7 +115,7 @@ def test_what_is_no_manifest(data: bytes) -> None:
 
 @pytest.mark.parametrize("head", [b"\xdd\x00\xcc\x77\x40", b"\xdc\x00\x0b", b"\x9b"])
 def test_a_manifest_is_bounded_before_it_is_decoded(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.manifest._tensors", None)
+    monkeypatch.setattr("rollout.transport.weights.manifest._tensors", None)
     with pytest.raises(InvalidRequest, match="the model has 10|at most 1024"):
         unpack_manifest(np.frombuffer(head + msgspec.msgpack.encode(["", "", [], ""]) * 11, np.uint8), 10)
     with pytest.raises(InvalidRequest, match="at most 1024 for each"):
@@ -208,7 +208,7 @@ def test_shm_round_trip_reuses_its_memory() -> None:
 def test_shm_has_no_name_and_dies_with_its_ends() -> None:
     before = set(os.listdir("/dev/shm"))
     program = (
-        "import msgspec, numpy as np, sys; from transport.weights.shm import Segment\n"
+        "import msgspec, numpy as np, sys; from rollout.transport.weights.shm import Segment\n"
         "segment = Segment()\n"
         "offer, _ = segment.write([np.full(1000, 7, np.uint8)])\n"
         "print(msgspec.json.encode(offer).decode(), flush=True); sys.stdin.read()"

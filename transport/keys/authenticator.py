@@ -24,12 +24,12 @@ MOST_ADDRESSES = 16
 BIND_S = 2.0
 """how long a new thread waits until the old one has released the address"""
 
-log = logging.getLogger("rollout.transport.keys")
+log = logging.getLogger(__name__)
 
 
 class CredentialCheck(Protocol):
-    """Decides which credentials are accepted: keys (`transport.keys.ring`) or a secret (`transport.keys.cookie`). For the
-    authenticator's thread."""
+    """Decides which credentials are accepted: keys (`rollout.transport.keys.ring`) or a secret
+    (`rollout.transport.keys.cookie`). For the authenticator's thread."""
 
     refusal_reason: str
     """for the log"""

@@ -28,8 +28,8 @@ from urllib.parse import quote
 
 import zmq
 
-from transport.keys.authenticator import DOMAIN
-from transport.keys.files import BadKeys
+from rollout.transport.keys.authenticator import DOMAIN
+from rollout.transport.keys.files import BadKeys
 
 FOLDER_VARIABLE = "ROLLOUT_COOKIES"
 USER = b"rollout"
@@ -37,7 +37,7 @@ NOTHING = "-"
 """sent by a client that found no secret: libzmq accepts no empty one"""
 SECRET = re.compile(rb"[0-9a-f]{64}")
 
-log = logging.getLogger("rollout.transport.keys")
+log = logging.getLogger(__name__)
 
 
 def folder() -> Path:

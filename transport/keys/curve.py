@@ -6,9 +6,9 @@ import secrets
 
 import zmq
 
-from transport.keys.authenticator import DOMAIN
-from transport.keys.files import BadKeys, ClientKeys, ServiceKeys
-from transport.keys.ring import LEAST_NONCE_BYTES
+from rollout.transport.keys.authenticator import DOMAIN
+from rollout.transport.keys.files import BadKeys, ClientKeys, ServiceKeys
+from rollout.transport.keys.ring import LEAST_NONCE_BYTES
 
 LEAST_LIBZMQ = (4, 3, 5)
 FRAME_BYTES = 33

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from transport.errors import KeyRefused, ProtocolError
-from transport.keys.files import BadKeys, ClientKey, read_service
+from rollout.transport.errors import KeyRefused, ProtocolError
+from rollout.transport.keys.files import BadKeys, ClientKey, read_service
 
 KEY_CHARS = 40
 NO_KEY = "~" * KEY_CHARS
@@ -17,7 +17,7 @@ NO_KEY = "~" * KEY_CHARS
 LEAST_NONCE_BYTES = 16
 """minimum length of the routing id that a client with a key chooses for each connection"""
 
-log = logging.getLogger("rollout.transport.keys")
+log = logging.getLogger(__name__)
 
 
 class KeyRing:

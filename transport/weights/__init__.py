@@ -6,37 +6,36 @@
     Sender.offer   where the bytes are  ──→  open_payload(offer, manifest) → Payload
     Sender.before_commit, after_commit  ──→  Payload.read(memory) → staging
 
-    inline     messages, any host                                     transport.weights.inline
-    shm        shared memory: one host, one user                      transport.weights.shm
-    files      a folder of safetensors that both ends can read        transport.weights.files
-    cuda_ipc   the trainer's memory on a GPU that both ends see       transport.weights.cuda_ipc
-    gloo, nccl torch.distributed, any host                            transport.weights.distributed
-    delta      changes in messages, any host                          transport.weights.delta
+    inline     messages, any host                                     rollout.transport.weights.inline
+    shm        shared memory: one host, one user                      rollout.transport.weights.shm
+    files      a folder of safetensors that both ends can read        rollout.transport.weights.files
+    cuda_ipc   the trainer's memory on a GPU that both ends see       rollout.transport.weights.cuda_ipc
+    gloo, nccl torch.distributed, any host                            rollout.transport.weights.distributed
+    delta      changes in messages, any host                          rollout.transport.weights.delta
 
-Another transport is one file with both ends (an offer, a WeightTransport with its Sender, a Payload: `transport.weights.ends`)
-and a line each in `Via`, `Offer` and `transports` below. The payload is the same for all: the bytes of the tensors, in the
-manifest's order. Nothing here imports torch before it is used.
-"""
+Another transport is one file with both ends (an offer, a WeightTransport with its Sender, a Payload:
+`rollout.transport.weights.ends`) and a line each in `Via`, `Offer` and `transports` below. The payload is the same for all: the
+bytes of the tensors, in the manifest's order. Nothing here imports torch before it is used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from engine.types import TensorInfo
-from transport.weights.automatic import Automatic
-from transport.weights.cuda_ipc import CudaIpc, CudaIpcOffer, gpu_keys
-from transport.weights.delta import Delta, DeltaOffer
-from transport.weights.distributed import DistributedOffer, Gloo, Nccl, backends
-from transport.weights.ends import Channel, Expected, LiveWeights, Payload, Sender, WeightTransport
-from transport.weights.files import Files, FilesOffer
-from transport.weights.inline import Inline, InlineOffer
-from transport.weights.shm import SegmentView, Shm, ShmOffer, host_key
+from rollout.engine.types import TensorInfo
+from rollout.transport.weights.automatic import Automatic
+from rollout.transport.weights.cuda_ipc import CudaIpc, CudaIpcOffer, gpu_keys
+from rollout.transport.weights.delta import Delta, DeltaOffer
+from rollout.transport.weights.distributed import DistributedOffer, Gloo, Nccl, backends
+from rollout.transport.weights.ends import Channel, Expected, LiveWeights, Payload, Sender, WeightTransport
+from rollout.transport.weights.files import Files, FilesOffer
+from rollout.transport.weights.inline import Inline, InlineOffer
+from rollout.transport.weights.shm import SegmentView, Shm, ShmOffer, host_key
 
 __all__ = ["Channel", "Offer", "Payload", "Sender", "Via", "WeightTransport", "capabilities", "open_payload", "transports"]
 
 Via = Literal["auto", "shm", "inline", "files", "cuda_ipc", "gloo", "nccl", "delta"]
-"""names of the transports; "auto": see `transport.weights.automatic`"""
+"""names of the transports; "auto": see `rollout.transport.weights.automatic`"""
 Offer = InlineOffer | ShmOffer | FilesOffer | CudaIpcOffer | DistributedOffer | DeltaOffer
 """offers in Begin"""
 

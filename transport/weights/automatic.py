@@ -6,11 +6,11 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from transport.errors import SourceUnreachable
-from transport.weights.ends import Sender, WeightTransport
-from transport.weights.inline import Inline
-from transport.weights.shm import Shm
-from transport.weights.tensors import Tensors
+from rollout.transport.errors import SourceUnreachable
+from rollout.transport.weights.ends import Sender, WeightTransport
+from rollout.transport.weights.inline import Inline
+from rollout.transport.weights.shm import Shm
+from rollout.transport.weights.tensors import Tensors
 
 
 class Automatic(WeightTransport):

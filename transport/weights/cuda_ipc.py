@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from engine.types import TensorInfo
-from transport.errors import InvalidRequest, SourceUnreachable
-from transport.frames import MALFORMED
-from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
-from transport.weights.tensors import Tensors
+from rollout.engine.types import TensorInfo
+from rollout.transport.errors import InvalidRequest, SourceUnreachable
+from rollout.transport.frames import MALFORMED
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.tensors import Tensors
 
 EVENT_BYTES = 64
 """of a CUDA event's handle"""

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.types import Refreshed, TensorInfo
-from transport.errors import InvalidRequest, SourceUnreachable, WrongBase
-from transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
-from transport.weights.files import FilesOffer, read_folder
-from transport.weights.inline import InlinePayload, InlineSender
-from transport.weights.tensors import Tensors, digest
+from rollout.engine.types import Refreshed, TensorInfo
+from rollout.transport.errors import InvalidRequest, SourceUnreachable, WrongBase
+from rollout.transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.files import FilesOffer, read_folder
+from rollout.transport.weights.inline import InlinePayload, InlineSender
+from rollout.transport.weights.tensors import Tensors, digest
 
 SLICE_BYTES = 1 << 20
 PAYS = 0.75

@@ -14,7 +14,8 @@ touch the trainer's default group; opening it takes milliseconds with gloo. Broa
 report their end without a wait (pytorch issue 30723).
 
 Every process that reaches the store can read and write it, so it contains no secrets. The secret of the group is sent in Begin,
-encrypted if there are keys (`transport.keys`). No byte of the payload is sent before both ends have proved that they know it.
+encrypted if there are keys (`rollout.transport.keys`). No byte of the payload is sent before both ends have proved that they
+know it.
 
 The helper thread makes all blocking calls: connecting, and leaving the group, which waits for gloo's threads. The service's
 loop only polls broadcasts. Both ends listen on one address only, that of `host` or the one that reaches it. torch is imported
@@ -39,11 +40,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from engine.types import TensorInfo
-from transport.errors import RequestTimeout, RolloutError, SourceUnreachable
-from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
-from transport.weights.group import Backend, join, leave, leave_aside, listen
-from transport.weights.tensors import Tensors, digest
+from rollout.engine.types import TensorInfo
+from rollout.transport.errors import RequestTimeout, RolloutError, SourceUnreachable
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.group import Backend, join, leave, leave_aside, listen
+from rollout.transport.weights.tensors import Tensors, digest
 
 SLOT_BYTES = 4 << 20
 """bytes of a broadcast; the last one of a payload is shorter"""

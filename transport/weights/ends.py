@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from engine.types import Limits, Refreshed, TensorInfo
-from transport.errors import InvalidRequest, RolloutError, SourceUnreachable, WeightsRefused
-from transport.weights.tensors import Tensors
+from rollout.engine.types import Limits, Refreshed, TensorInfo
+from rollout.transport.errors import InvalidRequest, RolloutError, SourceUnreachable, WeightsRefused
+from rollout.transport.weights.tensors import Tensors
 
 
 class Channel(Protocol):
@@ -94,12 +94,12 @@ class WeightOffer(msgspec.Struct, frozen=True):
         return False
 
     def open(self, expected: Expected) -> Payload:
-        """Open the service's end. Raises as `transport.weights.open_payload`."""
+        """Open the service's end. Raises as `rollout.transport.weights.open_payload`."""
         raise NotImplementedError
 
 
 class SharedMapping(Protocol):
-    """The mapping of shared memory, see `transport.weights.shm.SegmentView`."""
+    """The mapping of shared memory, see `rollout.transport.weights.shm.SegmentView`."""
 
     def open(self, offer: Any) -> np.ndarray:
         """Map the offered memory. Returns [bytes] uint8."""
@@ -107,7 +107,7 @@ class SharedMapping(Protocol):
 
 
 class LiveTensors(Protocol):
-    """Live tensors by their names in a manifest, see `engine.weights.inventory.Inventory`."""
+    """Live tensors by their names in a manifest, see `rollout.engine.weights.inventory.Inventory`."""
 
     def dtype(self, name: str) -> str: ...
     def size(self, name: str) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class LiveTensors(Protocol):
 
 
 class LiveWeights(Protocol):
-    """Live weights, for transports that send changes, see `engine.weights.live.Weights`."""
+    """Live weights, for transports that send changes, see `rollout.engine.weights.live.Weights`."""
 
     version: int
     dropped: bool

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from engine.types import TensorInfo
-from transport.errors import InvalidRequest, SourceUnreachable
-from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
-from transport.weights.tensors import Tensors
+from rollout.engine.types import TensorInfo
+from rollout.transport.errors import InvalidRequest, SourceUnreachable
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.tensors import Tensors
 
 DTYPES = {
     "F64": ("float64", 8),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
-log = logging.getLogger("rollout.transport.weights")
+log = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 LEAVE_S = 5.0

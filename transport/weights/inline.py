@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from engine.types import Limits
-from transport.errors import InvalidRequest, WeightsRefused
-from transport.weights.ends import Channel, Expected, Payload, Sender, WeightOffer, WeightTransport
-from transport.weights.tensors import Tensors, digest, on_host
+from rollout.engine.types import Limits
+from rollout.transport.errors import InvalidRequest, WeightsRefused
+from rollout.transport.weights.ends import Channel, Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.tensors import Tensors, digest, on_host
 
 CHUNK_BYTES = 4 << 20
 CHUNK_VIEWS = 32

@@ -8,9 +8,9 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from engine.types import LoraTarget, TensorInfo
-from transport.errors import InvalidRequest
-from transport.frames import MALFORMED
+from rollout.engine.types import LoraTarget, TensorInfo
+from rollout.transport.errors import InvalidRequest
+from rollout.transport.frames import MALFORMED
 
 _tensors = msgspec.msgpack.Decoder(list[TensorInfo])
 _targets = msgspec.msgpack.Decoder(list[LoraTarget])

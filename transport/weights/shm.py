@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from transport.errors import SourceUnreachable
-from transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
-from transport.weights.tensors import Tensors, on_host
+from rollout.transport.errors import SourceUnreachable
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.tensors import Tensors, on_host
 
 NONCE_BYTES = 64
 NAME = "rollout-weights"

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.types import TensorInfo
-from transport.errors import WeightsRefused
+from rollout.engine.types import TensorInfo
+from rollout.transport.errors import WeightsRefused
 
 DIGEST_BYTES = 4 << 20
 """bytes copied to the host at a time for a digest"""

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.types import KVPolicy, Sample, Sampling, Tag
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config
-from transport.errors import GroupFailed, InvalidRequest
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import KVPolicy, Sample, Sampling, Tag
+from rollout.transport.errors import GroupFailed, InvalidRequest
 
 TAGS: dict[str, Tag] = {"weights": "weights", "kv_cache": "kv"}
 """verl's names of what sleeps"""

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from engine.engine import Engine
-from engine.types import Group as EngineGroup
-from engine.types import Sample, Sampling
 from rollout.client.submission import scored_group
+from rollout.engine.engine import Engine
+from rollout.engine.types import Group as EngineGroup
+from rollout.engine.types import Sample, Sampling
 from tests.support.endurance.models import TestModel
 
 MOST_NOTES = 60

@@ -20,15 +20,15 @@ from typing import Any
 
 import zmq
 
-from engine.types import Limits
+from rollout.engine.types import Limits
 from rollout.process import write_atomically
+from rollout.transport import messages as m
+from rollout.transport.errors import RolloutError
+from rollout.transport.frames import Decoder, pack
+from rollout.transport.keys.cookie import ClientCookie
 from tests.support import by_hand
 from tests.support.endurance.older import bare, believed, ports_below, request
 from tests.support.wire_fuzz import CLIENT_MESSAGES, mutate, valid_frames
-from transport import messages as m
-from transport.errors import RolloutError
-from transport.frames import Decoder, pack
-from transport.keys.cookie import ClientCookie
 
 READY = by_hand.command(b"READY", by_hand.PROPERTIES)
 HELLO = by_hand.command(b"HELLO", by_hand.text(b"rollout") + by_hand.text(b"no secret"))

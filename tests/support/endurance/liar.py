@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from engine.engine import Engine
-from engine.types import Sample
 from rollout.commands.main import main as rollout
+from rollout.engine.engine import Engine
+from rollout.engine.types import Sample
 
 SHARE = 0.3
 """of the samples are lies"""

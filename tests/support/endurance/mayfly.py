@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from engine.types import Sampling
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Sampling
 
 
 def main() -> None:

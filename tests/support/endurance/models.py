@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
 from rollout import models
+from rollout.engine.config import EngineConfig
 from tests.support.tiny_folder import make_tiny_folder
 
 Kind = Literal["tiny", "smollm2"]

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config, ServiceConfig
+from rollout.engine.types import Sample, Sampling
+from rollout.transport.errors import RolloutError
 from tests.support.endurance.account import Account, spans
 from tests.support.endurance.models import CLASSES, TestModel
 from tests.support.endurance.serving import Front
 from tests.support.lasting import free_port
-from transport.errors import RolloutError
 
 WAIT = 200.0
 LIFE_S = 20.0

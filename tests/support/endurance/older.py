@@ -13,9 +13,9 @@ import time
 import msgspec
 import psutil
 
+from rollout.transport import messages as m
+from rollout.transport.frames import pack
 from tests.support.by_hand import post, version_1
-from transport import messages as m
-from transport.frames import pack
 
 ANSWER_S = 0.3
 """for an answer to come; there is none where all is well"""

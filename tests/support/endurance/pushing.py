@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.types import Mode
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Mode
+from rollout.transport.errors import Busy, GroupFailed, RequestTimeout, ServiceLost, SourceUnreachable, WeightsRefused
 from tests.support.endurance.account import Account
 from tests.support.endurance.models import BROKEN
 from tests.support.lasting import ROOT
-from transport.errors import Busy, GroupFailed, RequestTimeout, ServiceLost, SourceUnreachable, WeightsRefused
 
 WAIT = 400.0
 LOOK_S = 0.5

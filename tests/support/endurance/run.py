@@ -30,6 +30,7 @@ from rich.table import Table
 
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig, ServiceConfig
+from rollout.transport.errors import RolloutError
 from tests.support.endurance import leaks
 from tests.support.endurance.account import Account, Judge
 from tests.support.endurance.adversary import Adversary, proxy_of
@@ -40,7 +41,6 @@ from tests.support.endurance.pushing import Pushing
 from tests.support.endurance.serving import Front
 from tests.support.endurance.trainers import KINDS, WAIT
 from tests.support.lasting import ROOT, free_port
-from transport.errors import RolloutError
 
 PHASE_S = 1800.0
 STORM = 0.2

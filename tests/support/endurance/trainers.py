@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.types import Sample, Sampling
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Sample, Sampling
+from rollout.transport.errors import Busy, RolloutError, ServiceLost, StaleWeights
 from tests.support.endurance.account import CUT_SHORT, ENDS, Account, Group, spans
-from transport.errors import Busy, RolloutError, ServiceLost, StaleWeights
 
 WAIT = 400.0
 """for what comes: a bound for hangs only. A front that is killed has to load its model again"""
