@@ -325,15 +325,15 @@ def check_arguments(where: str, words: list[str]) -> None:
 
 
 def check_pip(where: str, words: list[str]) -> None:
-    """Check an installation against pyproject.toml: this checkout with extras that it has, or packages that it names."""
+    """Check an installation against pyproject.toml: this project with extras that it has, or packages that it names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     listed = {_name_of(each) for each in [*project["dependencies"], *(each for some in extras.values() for each in some)]}
-    wanted = [word for word in words[1:] if not word.startswith("-")]
-    if words[0] != "install" or not wanted:
+    wanted = [word for word in words[1:] if not word.startswith(("-", "dist", "https://"))]
+    if words[0] not in ("install", "wheel"):
         raise Broken(f"{where}: not an installation")
     for each in wanted:
-        own = re.fullmatch(r"\.(?:\[([\w,]+)\])?", each)
+        own = re.fullmatch(rf"(?:\.|{project['name']})(?:\[([\w,-]+)\])?", each)
         unknown = set((own[1] or "").split(",")) - {"", *extras} if own else {_name_of(each)} - listed
         if unknown:
             raise Broken(f"{where}: pyproject.toml has no {', '.join(sorted(unknown))}")
