@@ -17,7 +17,15 @@ from tests.support.reader import CHECKED, Broken, Desk, reading
 from tests.support.snippets import Snippet, commands_of, snippets_of, words_of
 
 ROOT = Path(__file__).parents[1]
-OTHERS = ("docs/cli.md", "docs/fleet.md", "docs/http.md", "docs/metrics.md", "docs/plugs.md")
+OTHERS = (
+    "docs/cli.md",
+    "docs/fleet.md",
+    "docs/http.md",
+    "docs/install.md",
+    "docs/integrations.md",
+    "docs/metrics.md",
+    "docs/plugs.md",
+)
 PAGES = {
     str(path.relative_to(ROOT)): found
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
