@@ -19,11 +19,10 @@ from rollout.engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.http.endpoints import unless_disconnected
 from rollout.http.errors import HttpError, bad
 from rollout.http.prompt_pool import PromptPool
-from rollout.http.request_log import count_tokens
 from rollout.http.requests import Part, PromptRequest, RequestQueue, Submit
 from rollout.http.settings import Settings
 from rollout.http.text import ChunkDecoder, Text, TextChunk, TextOptions
-from rollout.http.upstream import Upstream, model_name
+from rollout.http.upstream import Upstream
 from rollout.transport.errors import InvalidRequest
 
 MAX_NAME = 256
@@ -55,7 +54,7 @@ class GenerationService:
     def __init__(self, upstream: Upstream, text: Text, prompts: PromptPool, settings: Settings) -> None:
         self.upstream, self.text, self.prompts = upstream, text, prompts
         self.limits = settings.limits
-        self.models = settings.names or (model_name(upstream.info),)
+        self.models = settings.names or (upstream.info.model,)
         """names of the model; responses use the first unless the request has another"""
         self._overlong = settings.overlong
         self._queue = RequestQueue(upstream.client, settings.limits)
@@ -133,11 +132,10 @@ class GenerationService:
         Raises the service's typed error of the first group that fails, HttpError for a failed sample, ClientDisconnect."""
         made = [PromptRequest(group.prompt, group.sampling, names=group.names) for group in groups if group.sampling.max_tokens]
         await unless_disconnected(request, self._finish(made))
-        count_tokens(request, *token_counts(made))
         finished = iter(made)
         return [next(finished).samples if group.sampling.max_tokens else empty_samples(group) for group in groups]
 
-    async def stream(self, request: Request, groups: Sequence[PromptGroup]) -> AsyncGenerator[TextChunk, None]:
+    async def stream(self, groups: Sequence[PromptGroup]) -> AsyncGenerator[TextChunk, None]:
         """Sample groups, and yield new tokens of each child; its last chunk has its sample. Raises as `sample`.
 
         A slow reader does not hold tokens back in memory: it misses chunks, and gets these tokens with the sample."""
@@ -175,7 +173,6 @@ class GenerationService:
                     ready.clear()
         finally:
             self._queue.close(requests)
-            count_tokens(request, *token_counts(requests))
 
     async def score(self, request: Request, groups: Sequence[PromptGroup], top_logprobs: int) -> list[Sample | None]:
         """Score prompts at temperature 1. Returns for each a sample whose tokens are those after the first; None for a prompt
@@ -190,7 +187,6 @@ class GenerationService:
         await unless_disconnected(request, self._finish(made, submit))
         if any(sample.finish_reason != "scored" for each in made for sample in each.samples):
             raise HttpError(503, "all requests were aborted before this prompt was scored; try again")
-        count_tokens(request, sum(len(each.prompt) for each in made), 0)
         finished = iter(made)
         return [next(finished).samples[0] if len(group.prompt) > 1 else None for group in groups]
 
@@ -220,12 +216,6 @@ class GenerationService:
             return self._queue.abort()
         selected = frozenset(names)
         return self._queue.abort(lambda request: not selected.isdisjoint(request.names))
-
-
-def token_counts(requests: Sequence[PromptRequest]) -> tuple[int, int]:
-    """Count the tokens of prompts, and of finished samples."""
-    sampled = sum(len(sample.token_ids) for request in requests for sample in request.samples)
-    return sum(len(request.prompt) for request in requests), sampled
 
 
 def empty_samples(group: PromptGroup) -> list[Sample]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import PurePath
 from typing import Any, TypeVar
 
 import msgspec
@@ -120,11 +119,6 @@ class Upstream:
         """End the threads. The client stays open."""
         self._status_threads.shutdown(wait=False, cancel_futures=True)
         self._control_threads.shutdown(wait=False, cancel_futures=True)
-
-
-def model_name(info: Welcome) -> str:
-    """Return the name of the service's model without its folder."""
-    return info.served_model_name or PurePath(info.model).name
 
 
 def _retrieve_error(status: asyncio.Future[dict[str, Any]]) -> None:
