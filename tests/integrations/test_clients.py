@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.plugs
+pytestmark = pytest.mark.integrations
 
 PROMPT = [5, 6, 7, 8]
 USER = [{"role": "user", "content": "ab"}]
@@ -238,7 +238,7 @@ def areal_backend(tmp_path: Path) -> Any:
     """Its backend of SGLang, out of its own source: the module around it imports a cluster's worth of packages."""
     found = importlib.util.find_spec("areal")
     if found is None or found.submodule_search_locations is None:
-        pytest.skip("areal is not installed: make plugs")
+        pytest.skip("areal is not installed: make integrations")
     source = Path(next(iter(found.submodule_search_locations))) / "engine" / "sglang_remote.py"
     tree = ast.parse(source.read_text())
     (backend,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SGLangBackend"]
@@ -284,10 +284,10 @@ def test_areal_s_backend(live: Any, service_logprobs: Any, tmp_path: Path) -> No
 
 
 def test_the_clients_are_told_apart_from_ours() -> None:
-    """A plugs run without the packages would be green for nothing."""
+    """A run without the packages would be green for nothing."""
     missing = [
         name
         for name in ("openai", "renderers", "verifiers", "trl", "lm_eval", "areal")
         if importlib.util.find_spec(name) is None
     ]
-    assert not missing, f"{missing}: make plugs installs them"
+    assert not missing, f"{missing}: make integrations installs them"
