@@ -552,9 +552,11 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
     """
 
     group_id: str
+    """of the group that was submitted"""
     index: int
     """0 to n - 1"""
     finish_reason: FinishReason
+    """why it ended"""
     prompt_tokens: int
     """length of the prompt"""
     error: str | None = None
@@ -645,6 +647,7 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a refresh that is live."""
 
     version: int
+    """of the weights that are live now"""
     via: str
     """how the tensors were sent: memory, shm, inline, delta, files, cuda_ipc, gloo or nccl"""
     bytes: int

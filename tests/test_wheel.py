@@ -19,7 +19,7 @@ import torch
 from rollout.config import Config
 from rollout.engine.cpu.isa import ISAS
 from rollout.process import service_process
-from tests.support.readme import readme_example
+from tests.support.readme import readme_program
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
@@ -218,7 +218,7 @@ def test_the_readme_example_runs_from_an_installed_wheel(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)  # Python looks there first
     python = str(installed / "bin" / "python")
-    (tmp_path / "example.py").write_text(readme_example())
+    (tmp_path / "example.py").write_text(readme_program("example.py"))
     with service_process(tiny_config, python=python) as service:
         done = subprocess.run([python, "example.py", service.endpoint], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -59,6 +59,7 @@ class RefreshHandle:
 
     @property
     def done(self) -> bool:
+        """Whether the version is live, or the refresh failed."""
         return self.future.done()
 
     def result(self, timeout: float | None = None) -> Refreshed:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         interval_s=1.0, window_s=1e6, audit_every=1, audit_max_share=1.0, wandb_project="test", wandb_dir=str(folder)
     )
     clock, console, jsonl = Clock(100.0), io.StringIO(), folder / "metrics.jsonl"
-    sinks = [ConsoleSink(console), JsonlSink(str(jsonl)), WandbSink(config)]
+    with redirect_stderr(io.StringIO()) as said:
+        sinks = [ConsoleSink(console), JsonlSink(str(jsonl)), WandbSink(config)]
     tracker = Tracker(config, sinks, Audit(model, config), clock)
     groups = [group(str(i), prompt=24, n=4, max_tokens=40, seed=i) for i in range(4)]
     with pytest.MonkeyPatch.context() as patch:  # as copies_pay
@@ -234,7 +236,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     engine.refresh([(name, tensor + 0.01) for name, tensor in model.named_parameters()])
     run_engine(tracker, engine, clock, [group("after", prompt=24, n=4, max_tokens=40, seed=9)])
     tracker.close(lambda: seen_by_a_service(engine))
-    yield {"row": tracker.row, "console": console.getvalue(), "jsonl": jsonl, "wandb": folder}
+    yield {"row": tracker.row, "console": console.getvalue(), "jsonl": jsonl, "wandb": folder, "said": said.getvalue()}
 
 
 def documented() -> set[str]:
@@ -302,6 +304,31 @@ class Run:
 def init(**options):
     return Run()
 """
+
+
+def test_an_offline_wandb_run_says_where_it_lies(tracked: dict[str, Any]) -> None:
+    (folder,) = (one for one in tracked["wandb"].rglob("offline-run-*") if one.is_dir() and not one.is_symlink())
+    assert tracked["said"].endswith(f"wandb run of project test in {folder}, offline; upload it with: wandb sync {folder}\n")
+
+
+def test_the_console_is_quiet_while_nothing_runs() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    idle = {"rollout/samples": 8.0, "rollout/tokens_per_s": 3.0, "engine/running": 0.0, "engine/waiting": 0.0}
+    for row, lines, last_is_idle in (
+        (idle, 1, True),
+        (idle | {"rollout/tokens_per_s": 0.0}, 1, True),
+        (idle | {"engine/running": 2.0}, 2, False),
+        (idle | {"engine/running": 2.0}, 3, False),  # the negative control: what runs is printed each time
+        (idle | {"engine/waiting": 2.0}, 4, False),
+        (idle | {"rollout/samples": 10.0}, 5, True),
+        (idle | {"rollout/samples": 10.0}, 5, True),
+        (idle | {"rollout/samples": 12.0}, 6, True),  # so fast that no row saw them run
+        (idle | {"rollout/samples": 12.0, "weights/version": 1.0}, 7, True),
+    ):
+        sink.write(row)
+        said = stream.getvalue().splitlines()
+        assert len(said) == lines and said[-1].endswith("  idle") == last_is_idle
 
 
 def test_the_offline_wandb_run_holds_every_documented_metric(tracked: dict[str, Any]) -> None:
@@ -376,12 +403,14 @@ def test_wandb_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode(TrackingConfig(wandb_project="p", wandb_mode="offline")) == "offline"
 
 
-def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import wandb
 
     given: dict[str, Any] = {}
 
     class Run:
+        project, dir, url, offline = "p", "/w/run-abc/files", "https://wandb.ai/me/p/runs/abc", False
+
         def define_metric(self, *args: Any, **options: Any) -> None:
             pass
 
@@ -392,6 +421,8 @@ def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch) 
     assert (settings.x_primary, settings.x_label, settings.x_update_finish_state) == (False, "rollout", False)
     WandbSink(TrackingConfig(wandb_project="p", wandb_mode="offline"))
     assert given["settings"].x_primary is True
+    where = "wandb run of project p at https://wandb.ai/me/p/runs/abc, files in /w/run-abc"
+    assert capsys.readouterr().err.splitlines() == [f"rollout: {where}"] * 2
 
 
 # the audit

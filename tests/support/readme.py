@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+from tests.support.snippets import snippets_of
 
 ROOT = Path(__file__).parents[2]
 
 
-def readme_example() -> str:
-    """The first program, as printed."""
-    found = re.findall(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(found) == 1
-    return found[0]
+def readme_program(name: str) -> str:
+    """Return a program, as printed."""
+    (found,) = [each for each in snippets_of("README.md", (ROOT / "README.md").read_text()) if each.mark("file") == name]
+    return found.text

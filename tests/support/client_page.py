@@ -1,0 +1,110 @@
+"""The tables of docs/client.md that come from docstrings. `python -m tests.support.client_page` rewrites them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling
+from rollout.client.refresh import RefreshHandle
+from rollout.engine.types import Refreshed, TokenColumns
+
+PAGE = Path(__file__).parents[2] / "docs/client.md"
+TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of the table -->)", re.DOTALL)
+OF_THE_IO_THREAD = {
+    "abort_unsent", "add_chunk", "add_sample", "add_samples", "check", "fail", "late", "may_pin_kv", "restart", "arrived",
+}  # fmt: skip
+"""of `Handle`: what the client itself calls"""
+
+
+def arguments() -> str:
+    """Describe the arguments of the client's constructor."""
+    _, entries = inspect.getdoc(RolloutClient).split("Args:\n")  # type: ignore[union-attr]
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", entries, re.MULTILINE | re.DOTALL)
+    parameters = inspect.signature(RolloutClient).parameters
+    assert {name for name, _ in found} == set(parameters)
+    rows = [(f"`{name}`", f"`{parameters[name].default!r}`", text) for name, text in found if name != "clock"]
+    return table(("argument", "default", "meaning"), rows)
+
+
+def methods(owner: type) -> str:
+    """Describe the public methods and properties of a class: how they are called, and the first sentence."""
+    rows = []
+    for name, member in vars(owner).items():
+        if not name.startswith("_") and name not in OF_THE_IO_THREAD:
+            function, arguments = (member.fget, "") if isinstance(member, property) else (member, f"({called(member)})")
+            rows.append((f"`{name}{arguments}`", first_sentence(inspect.getdoc(function) or "")))
+    return table(("call", "effect"), rows)
+
+
+def called(function: Any) -> str:
+    """Return the parameters of a method as in a call: optional ones have their default."""
+    names, keyword_only = [], False
+    for name, each in list(inspect.signature(function).parameters.items()):
+        if name == "self":
+            continue
+        if each.kind is each.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            names.append("*")
+        names.append(name if each.default is each.empty else f"{name}={each.default!r}")
+    return ", ".join(names)
+
+
+def fields(*classes: type) -> str:
+    """Describe the fields of structs with their defaults."""
+    rows, without_default = [], True
+    for owner in classes:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                default = "" if node.value is None else f"`{ast.unparse(node.value)}`"
+                without_default = without_default and not default
+                rows.append((f"`{node.target.id}`", f"`{ast.unparse(node.annotation)}`", default, str(text)))
+    if without_default:
+        return table(("field", "type", "meaning"), [(name, kind, text) for name, kind, _, text in rows])
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+def first_sentence(text: str) -> str:
+    """Return a docstring up to its first full stop or blank line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s+(?=[A-Z\"`])", paragraph)[0]
+
+
+def table(head: tuple[str, ...], rows: list[Any]) -> str:
+    """Write a Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(cell(text) for text in line) + " |\n" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Return a text for one cell, with links to the pages that it names."""
+    linked = re.sub(r"docs/((?:[\w-]+/)?([\w-]+)\.md)", r"[\2](\1)", " ".join(text.split()))
+    return linked.replace("|", "\\|")
+
+
+TABLES = {
+    "arguments": arguments(),
+    "methods": methods(RolloutClient),
+    "handle": methods(Handle),
+    "refresh_handle": methods(RefreshHandle),
+    "sample_stream": methods(SampleStream),
+    "sampling": fields(Sampling),
+    "sample": fields(Sample, TokenColumns),
+    "refreshed": fields(Refreshed),
+}
+
+
+def written(page: str) -> str:
+    """Return the page with its tables as the docstrings have them."""
+    return TABLE.sub(lambda found: found[1] + TABLES[found[2]] + found[4], page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
