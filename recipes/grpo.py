@@ -465,13 +465,13 @@ def open_wandb(options: Options, stack: ExitStack) -> Any:
         import wandb
     except ModuleNotFoundError:
         raise InputError("wandb is not installed: pip install -e '.[wandb]', or give --no-wandb") from None
-    from rollout.metrics.sinks import define_metrics
+    from rollout.metrics.sinks import define_metrics, described_run
 
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     config = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
     quiet = wandb.Settings(console="off", silent=True)
     run = wandb.init(project="rollout-grpo", mode=mode, dir=options.out, config=config, settings=quiet)
-    say(f"wandb: {run.url}" if mode == "online" else f"wandb is {mode}: upload with `wandb sync {Path(run.dir).parent}`")
+    say(described_run(run))
     stack.callback(run.finish)
     define_metrics(run)
     run.define_metric("train/*", step_metric="train/step")

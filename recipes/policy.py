@@ -144,7 +144,7 @@ def with_adapters(model: torch.nn.Module, rank: int, alpha: int) -> torch.nn.Mod
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model that `rollout serve FOLDER` serves: safetensors, configuration, tokenizer. Adapters are merged into it."""
+    """Write a model for `rollout serve --model FOLDER`: safetensors, configuration, tokenizer. Adapters are merged into it."""
     whole = model.merge_and_unload() if hasattr(model, "peft_config") else model
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

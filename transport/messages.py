@@ -262,6 +262,7 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     incarnation: str
     """random hex, new at each start of the service; with a journal, it survives restarts"""
     model: str
+    """folder of the model on the service's host, for its tokenizer"""
     vocab_size: int
     """rows of the embedding: token ids are 0 to vocab_size - 1"""
     context: int
@@ -280,6 +281,8 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """number of starts of this incarnation, if the service has a journal; 0: no journal, and a restart loses all groups"""
     digest: str = ""
     """of the weights; "": unknown"""
+    served_model_name: str = ""
+    """under which HTTP clients know the model; "": the name of its folder"""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from rollout.engine.config import IsaName, KVName, WeightOffload
 from rollout.engine.types import KVPolicy, Sampling, Tag
 from rollout.transport.keys.files import DEFAULT_FILE, Role
 
+LogLevel = Literal["debug", "info", "warning", "error"]
 Settings = Annotated[Config, tyro.conf.arg(name="")]
 
 
@@ -242,6 +243,12 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     """if a prompt leaves no room for max_tokens: refuse = status 400, empty = return as many tokens as fit"""
     ready_file: str | None = None
     """write the URL and the admin URL to this file once the process listens"""
+    wait: float = 0.0
+    """seconds to wait for a service that is still starting"""
+    access_log: bool = True
+    """log a line per request: client, method, path, status, duration, tokens"""
+    log_level: LogLevel = "info"
+    """lowest level of what is logged to standard error"""
 
 
 class BenchArgs(msgspec.Struct, kw_only=True):

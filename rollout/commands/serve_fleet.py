@@ -53,7 +53,7 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
             # so that a port in use, or unusable keys, are reported before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
             joins, launcher = make_replicas(config)
-            sinks = open_sinks(config.tracking)
+            sinks = open_sinks(config.tracking, config.engine.model)
             progress.begin(f"waiting for {described(config)}")
         except models.ModelNotFound as error:
             raise CannotServe(str(error)) from error

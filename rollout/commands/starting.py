@@ -45,7 +45,7 @@ def start(config: Config, progress: Phases, make: Make | None = None) -> tuple[E
             journal = open_journal(config)
             if journal is not None:
                 started.callback(journal.close)
-            sinks = open_sinks(config.tracking)
+            sinks = open_sinks(config.tracking, config.engine.model)
             for sink in sinks:
                 started.callback(sink.close)
             engine = (make or load)(config, progress)

@@ -45,7 +45,7 @@ class Endpoints:
         async def decode(request: Request) -> Any:
             return await handler(request, await self._decode(request, decoder))
 
-        return Route(path, Endpoint(decode), methods=["POST"])
+        return Route(path, Endpoint(decode, handler.__doc__), methods=["POST"])
 
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """Read a JSON body. Raises HttpError naming the invalid field, and as `_read`."""
@@ -80,10 +80,15 @@ class Endpoints:
 
 
 class Endpoint:
-    """The ASGI application of one route. Its handler returns a response, or content for a JSON response."""
+    """The ASGI application of one route. Its handler returns a response, or content for a JSON response.
 
-    def __init__(self, handler: Handler) -> None:
+    Args:
+        about: the first paragraph describes the route; by default the handler's docstring.
+    """
+
+    def __init__(self, handler: Handler, about: str | None = None) -> None:
         self._handler = handler
+        self.summary = " ".join((about or handler.__doc__ or "").split("\n\n")[0].split())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         result = await self._handler(Request(scope, receive))

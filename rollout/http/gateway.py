@@ -19,15 +19,18 @@ from rollout.config import InputError
 from rollout.http.access import AccessMiddleware
 from rollout.http.adapters import AdapterRoutes
 from rollout.http.chat import ChatRoutes
-from rollout.http.control import ControlRoutes
+from rollout.http.control import ServiceControl, SGLangControl, VllmControl, unsupported_routes
 from rollout.http.endpoints import Endpoint, Endpoints
 from rollout.http.errors import HttpError, handle_error
 from rollout.http.generation import GenerationService
+from rollout.http.index import index
 from rollout.http.metrics import metrics_handler
 from rollout.http.prompt_pool import PromptPool
+from rollout.http.request_log import RequestLog
 from rollout.http.server import listen, serve, server_of
 from rollout.http.settings import Settings
 from rollout.http.sglang import SGLangRoutes
+from rollout.http.status import StatusRoutes
 from rollout.http.text import Text
 from rollout.http.upstream import Upstream
 from rollout.http.vllm import CompletionRoutes
@@ -36,16 +39,21 @@ from rollout.http.vllm import CompletionRoutes
 def main_and_admin(generation: GenerationService, settings: Settings, url: str) -> tuple[list[Route], list[Route]]:
     """Make the routes of the main port and, if there is one, of the administrators' port."""
     endpoints = Endpoints(settings.limits)
-    completions, chat = CompletionRoutes(generation), ChatRoutes(generation)
-    control, sglang = ControlRoutes(generation), SGLangRoutes(generation, url)
-    work = [*completions.routes(endpoints), *chat.routes(endpoints)]  # first: the router searches in order
-    metrics = endpoints.get("/metrics", metrics_handler(generation.upstream, generation.models[0]))
-    status = [*sglang.public(endpoints), *control.public(endpoints), metrics]
-    admin = [*control.admin(endpoints), *sglang.admin(endpoints), *AdapterRoutes(generation).admin(endpoints)]
+    completions, control, names = CompletionRoutes(generation), ServiceControl(generation), generation.models
+    sampling = (completions, ChatRoutes(generation), SGLangRoutes(generation))
+    controlling = (VllmControl(control), SGLangControl(control), AdapterRoutes(control, names))
+    work = [route for each in sampling for route in each.routes(endpoints)]  # first: the router searches in order
+    metrics = endpoints.get("/metrics", metrics_handler(generation.upstream, generation.meter, names[0]))
+    status = [*StatusRoutes(generation, url).routes(endpoints), metrics]
+    admin, missing = [route for each in controlling for route in each.routes(endpoints)], unsupported_routes(endpoints)
     if settings.admin_port is None:
-        return [*work, *status, *admin], []
-    models = endpoints.get("/v1/models", completions.models)
-    return [*work, *status, *map(moved, admin)], [*admin, *status, models]
+        served = [*work, *status, *admin]
+        return [index(endpoints, served, names), *served, *missing], []
+    main, other = [*work, *status], [*admin, *status, endpoints.get("/v1/models", completions.models)]
+    return (
+        [index(endpoints, main, names), *main, *map(moved, admin), *missing],
+        [index(endpoints, other, names), *other, *missing],
+    )
 
 
 def moved(route: Route) -> Route:
@@ -60,8 +68,9 @@ def moved(route: Route) -> Route:
 def application(routes: Iterable[BaseRoute], settings: Settings) -> ASGIApp:
     """Make the application of one port."""
     router = Router(list(routes), redirect_slashes=False)
-    app = AccessMiddleware(router, settings.token, settings.hosts())
-    return ExceptionMiddleware(app, handlers={Exception: handle_error, HTTPException: handle_error})
+    access = AccessMiddleware(router, settings.token, settings.hosts())
+    app = ExceptionMiddleware(access, handlers={Exception: handle_error, HTTPException: handle_error})
+    return RequestLog(app) if settings.request_log else app
 
 
 async def run(

@@ -75,10 +75,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     """additional names accepted in `Host`"""
     names: tuple[str, ...] = ()
-    """of the model; () = the service's own"""
+    """of the model; () = the name that the service reports"""
     overlong: Overlong = "refuse"
     """result of a prompt that leaves no room for `max_tokens`. "refuse": 400, as vLLM. "empty": as many tokens as fit, possibly
     none, with finish_reason "length"; TRL's worker retries a 400 for minutes"""
+    request_log: bool = True
+    """log a line per request"""
     limits: RequestLimits = RequestLimits()
 
     def __post_init__(self) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import msgspec
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import KVPolicy, Refreshed
+from rollout.engine.types import Refreshed
 from rollout.http.errors import bad
 from rollout.transport.errors import Busy
 from rollout.transport.messages import Welcome
@@ -39,8 +40,6 @@ class Upstream:
 
     def __init__(self, client: RolloutClient, status_age_s: float) -> None:
         self.client = client
-        self.kv_policy: KVPolicy = "keep"
-        """for updates whose request has no policy of its own: set by the last pause, read when the update begins"""
         self.adapter: LoadedAdapter | None = None
         """loaded through this process"""
         self._loop = asyncio.get_running_loop()
@@ -119,6 +118,11 @@ class Upstream:
         """End the threads. The client stays open."""
         self._status_threads.shutdown(wait=False, cancel_futures=True)
         self._control_threads.shutdown(wait=False, cancel_futures=True)
+
+
+def model_name(info: Welcome) -> str:
+    """Return the name of the service's model without its folder."""
+    return info.served_model_name or PurePath(info.model).name
 
 
 def _retrieve_error(status: asyncio.Future[dict[str, Any]]) -> None:

@@ -11,9 +11,10 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, runtime_checkable
 
 from rollout.config import InputError, TrackingConfig
+from rollout.metrics.histogram import Histograms
 
 TIME_AXIS = "engine/time_s"
 TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*")
@@ -32,8 +33,19 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(config: TrackingConfig) -> list[Sink]:
-    """Start all sinks that are configured. Raises InputError with the reason."""
+@runtime_checkable
+class HistogramSink(Protocol):
+    """A sink that shows histograms beside the rows."""
+
+    histograms: Histograms
+    """the last ones; the tracker sets them before it writes a row"""
+
+
+def open_sinks(config: TrackingConfig, model: str = "") -> list[Sink]:
+    """Start all sinks that are configured. Raises InputError with the reason.
+
+    Args:
+        model: its name, the label `model_name` in Prometheus."""
     sinks: list[Sink] = []
     try:
         if config.jsonl is not None:
@@ -41,7 +53,7 @@ def open_sinks(config: TrackingConfig) -> list[Sink]:
         if config.metrics_port is not None:
             from rollout.metrics.prometheus import PrometheusSink
 
-            sinks.append(PrometheusSink(config.metrics_host, config.metrics_port))
+            sinks.append(PrometheusSink(config.metrics_host, config.metrics_port, model))
         if config.wandb_project is not None:
             sinks.append(WandbSink(config))
         if config.console:
