@@ -73,6 +73,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """log a warning with the stack if a step, or another phase of a loop iteration, exceeds this many seconds"""
     exit_when_stalled_s: float | None = None
     """exit if a loop iteration exceeds this many seconds (for supervisors); default: never"""
+    served_model_name: str = ""
+    """name of the model for HTTP clients; default: the model as given, for example smollm2 or ./policy"""
     exit_without_clients_s: float | None = None
     """exit after this many seconds without a client (for replicas whose router does not return); default: never"""
 

@@ -73,6 +73,7 @@ def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker:
         client_grace_s=config.service.client_grace_s,
         max_outbox_bytes=config.service.max_outbox_bytes,
         lease_s=config.service.lease_s,
+        served_model_name=config.service.served_model_name or config.engine.model,
         tracker=tracker,
         watch=LoopPhase(config.service.stall_s, alone_s=config.service.exit_without_clients_s, models=models),
     )

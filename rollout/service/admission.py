@@ -83,13 +83,16 @@ def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outb
         )
 
 
-def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, limits: Limits) -> m.Welcome:
+def welcome(
+    hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, limits: Limits, served_model_name: str
+) -> m.Welcome:
     """Make the answer to a Hello: the model, the limits, and which groups of the client the service has."""
     return m.Welcome(
         protocol=m.PROTOCOL,
         hello=hello.number,
         incarnation=incarnation,
         model=engine.model.name,
+        served_model_name=served_model_name,
         vocab_size=engine.vocab_size,
         context=engine.context,
         eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),

@@ -118,6 +118,7 @@ class Service:
         max_outbox_bytes: of finished samples that a client has not acknowledged; over it, its groups end as "error".
         linger_s: longest time that `stop` waits for clients to receive the last messages.
         lease_s: a refresh without a message from its client for so long is abandoned.
+        served_model_name: name of the model for HTTP clients; "": that of its folder.
         tracker, watch: record the metrics, and the loop's phase for the watchdog; the tracker is closed with the service.
         timing, send_limits: durations of the loop; sizes of messages to a client.
         clock: seconds, monotonic.
@@ -136,6 +137,7 @@ class Service:
         max_outbox_bytes: int = 1 << 28,
         linger_s: float = 2.0,
         lease_s: float = 30.0,
+        served_model_name: str = "",
         tracker: Tracker | None = None,
         watch: LoopPhase | None = None,
         timing: ServiceTiming | None = None,
@@ -148,7 +150,7 @@ class Service:
             raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
         self._persistence = Persistence() if journal is None else journal
         self.incarnation = self._persistence.incarnation
-        self._engine = engine
+        self._engine, self._served_model_name = engine, served_model_name
         self._limits = limits or engine.limits
         self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
         self._grace_s, self._linger_s = client_grace_s, linger_s
@@ -288,7 +290,8 @@ class Service:
         for other in self._sessions.others(session) if hello.alone else []:
             self._forget(other, "another router has taken its place")
         session.greeted(hello.capabilities, self._silence.now)
-        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._persistence.starts, self._limits))
+        about = self._engine, self.incarnation, self._persistence.starts, self._limits, self._served_model_name
+        answer = pack(welcome(hello, session, *about))
         self._sessions.connect(session, peer, hello.number, answer)
 
     def _forget(self, session: Session, reason: str) -> None:
