@@ -421,6 +421,19 @@ def test_a_constructor_with_many_parts_is_seen() -> None:
     assert not collaborators(f"class Value(NamedTuple):\n{fields}@dataclass(frozen=True)\nclass Other:\n{fields}")
 
 
+def stagings(source: str) -> list[str]:
+    """List the parameters of each method `stage` of a module."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "stage"]
+    return [ast.unparse(node.args) for node in found]
+
+
+def test_stage_has_one_signature() -> None:
+    """From the service's engine, which may be a router's fleet, down to the weights of a device."""
+    found = [each for path in modules() for each in stagings(path.read_text())]
+    assert len(found) >= 6 and set(found) == {"self, update: WeightUpdate"}
+    assert stagings("class A:\n def stage(self, manifest, version=None): ...") == ["self, manifest, version=None"]
+
+
 def of_the_scheduler(source: str) -> set[str]:
     """Modules of `rollout.engine.scheduling` that a module imports, other than the plan."""
     names = {
