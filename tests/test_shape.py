@@ -372,21 +372,67 @@ def test_a_step_reads_as_the_picture() -> None:
     assert boxes == [name for names in lines.values() for name in names]
 
 
-def collaborators(path: str, owner: str) -> list[str]:
-    """Names of what a class is given when it is made."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            (made,) = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-            return [each.arg for each in [*made.args.args, *made.args.kwonlyargs] if each.arg != "self"]
-    raise AssertionError(f"{path} has no {owner}")
+HEART = (
+    "engine/engine.py", "engine/pipeline.py", "engine/worker.py", "engine/scheduling", "engine/kv", "engine/weights",
+    "rollout/service", "rollout/fleet",
+)  # fmt: skip
+"""files and folders in which no constructor has more than MOST_PARTS parameters"""
+MOST_PARTS = 5
 
 
-HEART = {"engine/engine.py": "Engine", "engine/pipeline.py": "Pipeline", "engine/worker.py": "Worker"}
+def given(made: ast.FunctionDef) -> list[str]:
+    """List the parameters of an `__init__`, whatever their kind, without `self`."""
+    every = made.args
+    named = [*[*every.posonlyargs, *every.args][1:], every.vararg, *every.kwonlyargs, every.kwarg]
+    return [each.arg for each in named if each is not None]
 
 
-@pytest.mark.parametrize(("path", "owner"), HEART.items())
-def test_the_heart_is_made_of_few_parts(path: str, owner: str) -> None:
-    assert 1 < len(collaborators(path, owner)) <= 5
+def collaborators(source: str) -> dict[str, list[str]]:
+    """Map the classes of a module to what their constructors are given: the parameters of `__init__`, or the fields without a
+    default of a dataclass that can change and has methods. Other classes are not in it: values (NamedTuples, structs, other
+    dataclasses), protocols, and classes that inherit their constructor."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+        kinds = [ast.unparse(each) for each in node.decorator_list]
+        if "__init__" in methods:
+            found[node.name] = given(methods["__init__"])
+        elif methods and any(kind.startswith("dataclass") and "frozen=True" not in kind for kind in kinds):
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and each.value is None]
+            found[node.name] = [ast.unparse(each.target) for each in fields]
+    return found
+
+
+def test_the_heart_is_made_of_few_parts() -> None:
+    paths = [path for name in HEART for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).glob("*.py")))]
+    made = {f"{path.stem}.{name}": parts for path in paths for name, parts in collaborators(path.read_text()).items()}
+    assert len(made) > 80 and {"engine.Engine", "scheduler.Scheduler", "loop.Service", "fleet.Fleet"} <= made.keys()
+    assert not {name: parts for name, parts in made.items() if len(parts) > MOST_PARTS}, "group settings, or let it make parts"
+
+
+def test_a_constructor_with_many_parts_is_seen() -> None:
+    few = "class Few:\n def __init__(self, a, b, *, c, d, e=None): ...\n"
+    many = "class Many:\n def __init__(self, a, /, b, *c, d=None, e, **f): ...\n"
+    changing = "@dataclass(slots=True)\nclass Changing:\n a: A\n b: int = 0\n def act(self): ...\n"
+    made = {name: len(parts) for name, parts in collaborators(few + many + changing).items()}
+    assert made == {"Few": 5, "Many": 6, "Changing": 1}
+    fields = "".join(f" {name}: int\n" for name in "abcdefg")
+    assert not collaborators(f"class Value(NamedTuple):\n{fields}@dataclass(frozen=True)\nclass Other:\n{fields}")
+
+
+def stagings(source: str) -> list[str]:
+    """List the parameters of each method `stage` of a module."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "stage"]
+    return [ast.unparse(node.args) for node in found]
+
+
+def test_stage_has_one_signature() -> None:
+    """From the service's engine, which may be a router's fleet, down to the weights of a device."""
+    found = [each for path in modules() for each in stagings(path.read_text())]
+    assert len(found) >= 6 and set(found) == {"self, update: WeightUpdate"}
+    assert stagings("class A:\n def stage(self, manifest, version=None): ...") == ["self, manifest, version=None"]
 
 
 def of_the_scheduler(source: str) -> set[str]:

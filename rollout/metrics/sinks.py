@@ -17,7 +17,7 @@ from rollout.config import InputError, TrackingConfig
 from rollout.metrics.histogram import Histograms
 
 TIME_AXIS = "engine/time_s"
-TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*")
+TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*", "fleet/*", "loop/*")
 
 FINISH_S = 10.0
 """longest that closing waits for wandb to upload; what is left stays in its folder, for `wandb sync`"""

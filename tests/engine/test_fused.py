@@ -19,6 +19,7 @@ from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402
 from rollout.engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory  # noqa: E402
 from tests.support.configs import engine_config
 from tests.support.cuda_launches import launches_per_layer  # noqa: E402
@@ -144,7 +145,7 @@ def test_fp8_is_stored_as_the_numbers_in_bf16_would_be() -> None:
     """K after its norm and rotation, and V: the pool in fp8 has the codes and scales of the pool in bf16."""
     fused, model = decoder(tiny("qwen3", torch.bfloat16, **SMALL | {"head_dim": 24}))
     plain = model.geometry
-    pools = [PagedKV(each, 4, 2, 0, HostMemory()) for each in (plain, plain.kept_as("fp8_e4m3"))]
+    pools = [PagedKV(each, PoolSizes(4, 2, 0), HostMemory()) for each in (plain, plain.kept_as("fp8_e4m3"))]
     for kv in pools:
         kv.data = kv.data.to(DEVICE)
     attention, rows = fused.body.layers[0].self_attn, 6

@@ -22,6 +22,7 @@ from rollout.engine.config import EngineConfig  # noqa: E402
 from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
+from rollout.engine.forward.attention import StepCapacity  # noqa: E402
 from rollout.engine.forward.batch import padded  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
@@ -85,13 +86,17 @@ class Frozen(Captured):
         return self.first
 
 
+def largest(rows: int, tokens: int) -> StepCapacity:
+    return StepCapacity(tokens, rows, columns=1, q_heads=1, kv_heads=1, head_dim=16, itemsize=4)
+
+
 def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | None]:
     options = {"attention": "triton", "kv_tokens": 512, "max_num_seqs": 24, "cuda_graphs": False, "device": DEVICE}
     engine = tiny_engine(model=tiny("llama", torch.float32, **SMALL), **options)  # type: ignore[arg-type]
     if capture is None:
         return engine, None
     stub = capture(engine)
-    engine.worker.graphs = StepGraphs(engine.model.forward, 24, 64, engine.model.device, lambda: stub)
+    engine.worker.graphs = StepGraphs(engine.model.forward, largest(24, 64), engine.model.device, lambda: stub)
     return engine, stub
 
 
@@ -216,7 +221,7 @@ def by_hand_graphs(rows: int, tokens: int) -> tuple[StepGraphs, list[int]]:
         captured.append(len(run()))
         return run
 
-    return StepGraphs(ids_and_positions, rows, tokens, torch.device("cpu"), lambda: capture), captured
+    return StepGraphs(ids_and_positions, largest(rows, tokens), torch.device("cpu"), lambda: capture), captured
 
 
 def random_step(r: random.Random, rows: int) -> Any:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Sample, Sampling, TensorInfo
+from rollout.engine.types import Group, Sample, Sampling, TensorInfo, WeightUpdate
 from rollout.engine.weights import staging
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.live import Weights, WeightsTorn
@@ -281,7 +281,7 @@ def staged(engine: Engine, new: Pushed, damage: Any = None, **options: Any) -> t
     data = [bytes_.copy() for _, bytes_ in described]
     if damage is not None:
         damage(data)
-    return engine.stage(manifest, **options), source_of(data)
+    return engine.stage(WeightUpdate(manifest, **options)), source_of(data)
 
 
 @pytest.mark.parametrize("at", [0, 5, -1])
@@ -479,7 +479,7 @@ def test_applying_without_staging_shows(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_version_before_the_weights_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: tokens are labelled with the version that is being staged."""
     engine = watermark_engine()
-    begin = Weights.begin
+    begin = Weights.stage
 
     def early(self: Weights, manifest: list[TensorInfo], **options: Any) -> Staging:
         opened = begin(self, manifest, **options)
@@ -715,7 +715,7 @@ def test_a_partial_refresh_digests_nothing_in_its_pause(monkeypatch: pytest.Monk
     engine = tiny_engine(model=model)
     name, tensor = next(iter(model.named_parameters()))
     data = describe(name, tensor.detach() * 2)
-    staged = engine.stage([with_digest(*data)], partial=True)
+    staged = engine.stage(WeightUpdate([with_digest(*data)], partial=True))
     source = source_of([data[1]])
     while not staged.complete:
         staged.feed(source)

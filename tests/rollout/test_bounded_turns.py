@@ -17,7 +17,8 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.replica_set import ReplicaSet
-from rollout.service.running import EngineGroups
+from rollout.service.engine_groups import EngineGroups
+from rollout.service.journal import SessionIdentity
 from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
@@ -65,7 +66,7 @@ def sample(index: int) -> Sample:
 
 
 def test_a_client_is_sent_so_much_at_once_and_the_rest_at_once_after_the_others() -> None:
-    session = Session("s", "reads fast", 1, limits=SendLimits(batch_samples=1))
+    session = Session(SessionIdentity("", "s", "reads fast", 1), limits=SendLimits(batch_samples=1))
     session.peer = b"p"
     accepted = AcceptedGroup("g", "1.1", b"", range(1000))
     session.hold(accepted)

@@ -27,7 +27,7 @@ from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Limits, Mode, Sample, Sampling
+from rollout.engine.types import Group, Limits, Mode, Sample, Sampling, WeightUpdate
 from rollout.fleet import replica as replica_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
@@ -40,6 +40,7 @@ from rollout.fleet.timing import Timing
 from rollout.fleet.transaction import ReplicaTransaction
 from rollout.metrics.meters import EngineMeter
 from rollout.process import service_process
+from rollout.service.journal import SessionIdentity
 from rollout.service.session import Session
 from rollout.service.weight_export import WeightExport
 from rollout.transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
@@ -493,12 +494,12 @@ def test_content_that_is_refused_is_refused_everywhere(reason: str) -> None:
 def test_a_front_refuses_what_it_can_tell_by_itself() -> None:
     with fleet_of(1) as (fleet, _):
         with pytest.raises(WeightsRefused, match="versions only grow"):
-            fleet.stage(manifest_of(weights_of(1)), version=0)
+            fleet.stage(WeightUpdate(manifest_of(weights_of(1)), version=0))
         with pytest.raises(WeightsRefused, match="the model has"):
-            fleet.stage(manifest_of({"w0": np.zeros(10_000_000, np.float32)}))
-        staging = fleet.stage(manifest_of(weights_of(1)))
+            fleet.stage(WeightUpdate(manifest_of({"w0": np.zeros(10_000_000, np.float32)})))
+        staging = fleet.stage(WeightUpdate(manifest_of(weights_of(1))))
         with pytest.raises(Busy):
-            fleet.stage(manifest_of(weights_of(1)))
+            fleet.stage(WeightUpdate(manifest_of(weights_of(1))))
         staging.close()
         step_until(fleet, lambda: not fleet.weights.staging)
 
@@ -529,7 +530,7 @@ def test_pushes_that_have_ended_hold_no_memory(refused: bool) -> None:
             whole = weights_of(version)
             other = {"of another model": np.zeros(1000 * version, np.float32)}
             weights = whole | other if refused else dict(list(whole.items())[:version])
-            ended.append(fleet.stage(manifest_of(weights), version=version, partial=not refused))
+            ended.append(fleet.stage(WeightUpdate(manifest_of(weights), version=version, partial=not refused)))
             with pytest.raises(WeightsRefused) if refused else nullcontext():
                 refresh(fleet, version, weights, staging=ended[-1])
             step_until(fleet, lambda: not fleet.weights.staging)
@@ -555,7 +556,7 @@ def test_a_front_has_no_weights_to_share() -> None:
     with fleet_of(1) as (fleet, _):
         sharing = WeightExport(fleet)
         with pytest.raises(InvalidRequest, match="ask one of its replicas"):
-            sharing.ask(Session("session", "a client", 1), 7)
+            sharing.ask(Session(SessionIdentity("", "session", "a client", 1)), 7)
         assert not sharing
 
 
@@ -576,7 +577,7 @@ def test_a_commit_without_prepare_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_replica_that_dies_drops_out_of_a_refresh_and_comes_back_with_it() -> None:
     with fleet_of(3) as (fleet, threads):
-        staging = fleet.stage(manifest_of(weights_of(1)), version=1)
+        staging = fleet.stage(WeightUpdate(manifest_of(weights_of(1)), version=1))
         threads.die("r1")
         refresh(fleet, 1, staging=staging)
         step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "it has the live weights")
@@ -668,7 +669,7 @@ def test_sleep_and_wake_are_of_all() -> None:
         assert fleet.sleep(1) == 2000 and fleet.mode is Mode.ASLEEP
         assert {engine.mode for engine in threads.engines.values()} == {Mode.ASLEEP}
         with pytest.raises(ValueError, match="asleep"):
-            fleet.stage(manifest_of(weights_of(1)))
+            fleet.stage(WeightUpdate(manifest_of(weights_of(1))))
         fleet.wake()
         assert {engine.mode for engine in threads.engines.values()} == {Mode.RUNNING}
         with pytest.raises(ValueError, match="nothing is asleep"):

@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
-from rollout.engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, manifest_digest
+from rollout.engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, WeightUpdate, manifest_digest
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
+from rollout.fleet.replica_set import Predecessor
 from rollout.fleet.survivor import Survivor
 from rollout.fleet.timing import Timing
 from rollout.fleet.weights import FleetWeights
@@ -74,7 +75,7 @@ class Lives:
 
     def start(self, version: int, wait: bool = True, digest: str = "", timing: Timing = TIMING) -> Fleet:
         """The next front, whose journal has that version; its replicas join it."""
-        self.fleet = fleet_over(self.threads, timing, before=Served(version, digest), returning=True)
+        self.fleet = fleet_over(self.threads, timing, predecessor=Predecessor(Served(version, digest), returning=True))
         if wait:
             self.fleet.open(WAIT, count=1, patient=True)
         return self.fleet
@@ -130,7 +131,7 @@ def test_a_refresh_that_no_replica_has_is_none(monkeypatch: pytest.MonkeyPatch) 
     """What the front before has staged is not in the way of the next one."""
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
-        staging = lives.fleet.stage(manifest_of(weights_of(2)), version=2)
+        staging = lives.fleet.stage(WeightUpdate(manifest_of(weights_of(2)), version=2))
         step_until(lives.fleet, fed(staging, weights_of(2)))
         assert all(engine.staged for engine in lives.threads.engines.values())
         lives.kill()
@@ -149,7 +150,7 @@ def test_no_replica_has_what_was_live(monkeypatch: pytest.MonkeyPatch) -> None:
         fleet._grace_s = 0.0
         fleet.submit(Group("g", PROMPT, Sampling(n=2, max_tokens=10, seed=1)))
         with pytest.raises(WeightsRefused, match="all tensors must come first"):
-            fleet.stage(manifest_of({"w0": weights_of(5)["w0"]}), version=5, partial=True)
+            fleet.stage(WeightUpdate(manifest_of({"w0": weights_of(5)["w0"]}), version=5, partial=True))
         for _ in range(20):
             assert not fleet.step()
             time.sleep(0.02)
@@ -175,7 +176,7 @@ def test_replicas_with_other_weights_under_that_version_have_not_what_was_live(
         step_until(fleet, lambda: fleet.weights.settled and lives.threads.replaced)
         assert (fleet.version, fleet.weights.digest) == (2, digest)
         step_until(fleet, lambda: fleet.mode is Mode.WITHOUT_WEIGHTS)
-        assert fleet.stage(manifest_of(weights_of(5)), version=None).version == 3
+        assert fleet.stage(WeightUpdate(manifest_of(weights_of(5)), version=None)).version == 3
 
 
 def test_taking_the_oldest_for_live_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +260,7 @@ def test_a_service_that_is_told_to_ends_when_it_is_alone() -> None:
         True,
     ]
     assert not LoopPhase().alone(0, 1e9)
-    bench = Bench(watch=LoopPhase(alone_s=1e-9))
+    bench = Bench(exit_without_clients_s=1e-9)
     bench.client()
     bench.turn(3)
     assert bench.service._stop_reason is None

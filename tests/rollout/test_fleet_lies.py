@@ -17,7 +17,7 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.launcher import Host, Launcher, RouterFolder
-from rollout.fleet.placement import OpenGroup
+from rollout.fleet.open_groups import OpenGroup
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.replica_status import MAX_MISSING, ProgressWatch, ReplicaStatus, read_status
 from rollout.fleet.retries import candidates

@@ -33,13 +33,14 @@ from rollout.engine.scheduling.counters import Rates
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
+from rollout.fleet.merge import merged
 from rollout.metrics.audit import Audit, plain_twin
 from rollout.metrics.catalog import METRICS
 from rollout.metrics.meters import EngineMeter, SampleMeter
-from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
+from rollout.metrics.sinks import TIME_INDEXED, ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
 from rollout.metrics.tracker import Tracker
 from rollout.process import service_process
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.service.watchdog import LoopPhase
 from rollout.transport.loopback import LoopbackService
 from tests.support.clock import Clock
@@ -178,6 +179,10 @@ def status(**counters: float) -> dict[str, Any]:
         "model_seconds": 0.0,
         "sample_seconds": 0.0,
         "move_seconds": 0.0,
+        "plan_seconds": 0.0,
+        "build_seconds": 0.0,
+        "commit_seconds": 0.0,
+        "uptime_seconds": 0.0,
         "recomputed_tokens": 0,
     }
     return {**base, **counters}
@@ -207,10 +212,29 @@ def test_rates_look_back_on_the_window_only() -> None:
 def test_host_share() -> None:
     meter = EngineMeter(window_s=10)
     meter.add(status(), now=0)
-    meter.add(status(step_seconds=2.0, model_seconds=1.0, sample_seconds=0.25, move_seconds=0.25, steps=4), now=4)
+    parts = {"plan_seconds": 0.25, "build_seconds": 0.125, "commit_seconds": 0.125, "model_seconds": 1.0, "sample_seconds": 0.5}
+    meter.add(status(step_seconds=2.0, uptime_seconds=4.0, steps=4, **parts), now=4)
     row = meter.row()
     assert row["engine/host_ratio"] == 0.25 and row["engine/busy_ratio"] == 0.5 and row["engine/step_s"] == 0.5
-    assert row["kv/stall_ratio"] == 0.125 and "kv/host_used_ratio" not in row
+    assert row["kv/stall_ratio"] == 0 and "kv/host_used_ratio" not in row
+
+
+def test_copies_that_take_longer_than_steps() -> None:
+    """On CUDA copies overlap with steps, and a step may have begun before the window."""
+    meter = EngineMeter(window_s=10)
+    meter.add(status(), now=0)
+    meter.add(status(step_seconds=5.0, move_seconds=6.0, model_seconds=2.0, uptime_seconds=4.0, steps=1), now=4)
+    row = meter.row()
+    assert row["kv/stall_ratio"] == 0.75 and row["engine/busy_ratio"] == 1 and row["engine/host_ratio"] == 0
+
+
+def test_ratios_of_a_fleet_are_means() -> None:
+    """Two replicas, one busy half of the time and one always."""
+    half, always = status(step_seconds=2.0, uptime_seconds=4.0), status(step_seconds=4.0, uptime_seconds=4.0)
+    meter = EngineMeter(window_s=10)
+    meter.add(merged([status(), status()]), now=0)
+    meter.add(merged([half, always]), now=4)
+    assert meter.row()["engine/busy_ratio"] == 0.75
 
 
 # the table
@@ -255,8 +279,25 @@ def test_figures_of_a_real_run(tracked: dict[str, Any]) -> None:
     assert row["engine/generated_tokens"] == row["rollout/sample_tokens"]
     assert row["kv/offloads"] > 0 and row["kv/bytes_to_host"] > 0
     assert row["weights/version"] == 1 and row["weights/refreshes"] == 1
-    assert 0 < row["engine/host_ratio"] < 1
+    assert 0 < row["engine/host_ratio"] < 1 and row["engine/busy_ratio"] > 0 and row["kv/stall_ratio"] > 0
     assert row["mismatch/logprob_abs_max"] < 1e-4 and row["mismatch/audited_tokens"] > 100
+
+
+def out_of_range(row: dict[str, float]) -> set[str]:
+    return {name for name, value in row.items() if name.endswith("_ratio") and not 0 <= value <= 1}
+
+
+def test_a_ratio_is_a_fraction(tracked: dict[str, Any]) -> None:
+    """In every row of the run, not in the last alone."""
+    rows = [json.loads(line) for line in tracked["jsonl"].read_text().splitlines()]
+    assert sum(name.endswith("_ratio") for name in tracked["row"]) > 12
+    assert not {name for row in [*rows, tracked["row"]] for name in out_of_range(row)}
+    assert out_of_range({"a_ratio": 1.01, "b_ratio": -0.01, "c_ratio": 1.0, "d": 7.0}) == {"a_ratio", "b_ratio"}
+
+
+def test_wandb_shows_every_metric_over_the_service_s_time() -> None:
+    rows = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert {name.split("/")[0] + "/*" for name in rows} == set(TIME_INDEXED)
 
 
 def test_jsonl(tracked: dict[str, Any]) -> None:
@@ -593,7 +634,7 @@ def test_a_service_keeps_metrics_and_survives_a_broken_sink(tmp_path: Path) -> N
     """Loopback, a scripted engine; the client sees the row in the status."""
     kept, broken = Kept(), Broken()
     loopback = LoopbackService()
-    service = Service(
+    service = open_service(
         FakeEngine(),
         transport=loopback,
         tracker=Tracker(TrackingConfig(interval_s=0.01), [broken, kept]),

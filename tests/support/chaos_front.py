@@ -22,15 +22,17 @@ from typing import Any
 
 import msgspec
 
+from rollout.config import ServiceConfig
 from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
+from rollout.fleet.replica_set import Predecessor
 from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.transport.sockets import ServiceEnd
 from tests.support.faulty_link import Proxy
 
@@ -70,7 +72,7 @@ class Watched(Fleet):
     """Writes down what must not be: children that come out of the front twice, commits of what was not prepared."""
 
     def __init__(self, joins: JoinListener, launcher: Launcher, before: Served, folder: Path) -> None:
-        super().__init__(joins, launcher, before=before, returning=launcher.folder.returning)
+        super().__init__(joins, launcher, predecessor=Predecessor(before, launcher.folder.returning))
         self._folder, self._given = folder, set[tuple[str, int]]()
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
@@ -127,7 +129,7 @@ def main() -> None:
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         fleet.open(WAIT, count=1 if where.returning else None, patient=True)
-        service = Service(fleet, address, journal=journal, client_grace_s=WAIT)
+        service = open_service(fleet, ServiceConfig(endpoint=address, client_grace_s=WAIT), journal=journal)
         fleet.inbox.wake = service.wake
         signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
 
