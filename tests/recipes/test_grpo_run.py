@@ -15,7 +15,7 @@ from rollout.engine.types import Sample
 from rollout.recipes import grpo
 
 ROOT = Path(__file__).parents[2]
-STEPS = 20
+STEPS = 8
 
 
 class Even:
