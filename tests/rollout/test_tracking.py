@@ -233,7 +233,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 def documented() -> set[str]:
-    """Those of an engine; what a front has besides: `tests/rollout/test_fleet.py`."""
+    """Those of an engine; what a router has besides: `tests/rollout/test_fleet.py`."""
     return set(re.findall(r"^\| `((?!fleet/)[a-z_/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
 
 
