@@ -22,6 +22,7 @@ from rollout.commands.main import main
 from rollout.config import Config, dump
 from rollout.engine.types import Sampling
 from rollout.process import ServiceFailed, service_process
+from tests.support.modelless import as_python
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(400)  # most of these start processes that load a model
@@ -73,7 +74,7 @@ def test_a_child_service_ends_with_its_parent(tiny_config: Config, tmp_path: Pat
 import os, signal
 from rollout.config import load
 from rollout.process import service_process
-with service_process(load({str(tmp_path / "config.toml")!r})) as service:
+with service_process(load({str(tmp_path / "config.toml")!r}), python={str(as_python(tmp_path))!r}) as service:
     print(service.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -83,9 +84,9 @@ with service_process(load({str(tmp_path / "config.toml")!r})) as service:
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the service ended")
 
 
-def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config) -> None:
+def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        with service_process(tiny_config) as service:
+        with service_process(tiny_config, python=str(as_python(tmp_path))) as service:
             assert psutil.pid_exists(service.pid)
             raise KeyboardInterrupt
     assert not psutil.pid_exists(service.pid)
