@@ -64,6 +64,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture
+def loads_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines skip most of what they compare at load, which takes longer than most tests. It has tests of its own
+    (tests/engine/test_models.py, test_cpu_judge.py)."""
+    monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)
+    monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33, 130))
+
+
+@pytest.fixture
 def copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is preempted is copied to host memory if that has room. By itself the engine compares rates that it has measured,
     and on a loaded machine it may rather compute a short sequence again."""

@@ -6,6 +6,7 @@ The canonical run is a roomy pool with everything at once. The negative control 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from rollout.engine.types import Group, Sample, Sampling
 from tests.support.equivalence import CLASSES, MIXED, ROOMY, Samples, assert_same, groups
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run
+
+pytestmark = pytest.mark.usefixtures("loads_quickly")
 
 Canonical = tuple[dict[str, str], Samples]
 """options of the engine, and what `groups` become"""
@@ -49,13 +52,18 @@ def classes() -> Iterator[Any]:
             yield pytest.param(options, name, id=f"{text(options)}-{name}", marks=() if small else pytest.mark.long)
 
 
-@pytest.fixture(scope="module")
+@cache
+def whole(*options: tuple[str, str]) -> Samples:
+    return run(tiny_engine(**dict(options), **ROOMY), groups())
+
+
+@pytest.fixture
 def canonical(request: pytest.FixtureRequest) -> Canonical:
-    return request.param, run(tiny_engine(**request.param, **ROOMY), groups())
+    return request.param, whole(*request.param.items())
 
 
 @pytest.mark.usefixtures("copies_pay")
-@pytest.mark.parametrize(("canonical", "name"), classes(), indirect=["canonical"])
+@pytest.mark.parametrize(("canonical", "name"), [*classes()], indirect=["canonical"])
 def test_class(name: str, canonical: Canonical) -> None:
     arithmetic, samples = canonical
     engine = tiny_engine(**arithmetic, **CLASSES[name])

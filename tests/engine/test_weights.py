@@ -24,6 +24,8 @@ from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 from tests.support.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
 
+pytestmark = pytest.mark.usefixtures("loads_quickly")
+
 Pushed = dict[str, torch.Tensor]
 
 
