@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith(NIGHTLY):
             item.add_marker(pytest.mark.long)
+    # first, and so in one process of several: each process that has some starts a service
+    items.sort(key=lambda item: "tiny_service" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(autouse=True, scope="session")
