@@ -9,7 +9,7 @@ Service.commit ─→ FleetWeights ─→ ReplicaTransaction over all ─→ ...
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial

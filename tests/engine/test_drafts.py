@@ -308,7 +308,7 @@ def guessing(seed: int, drafts: int) -> Harness:
 def test_schedules_with_drafts_and_without() -> None:
     """Every sample is what it must be (`Harness.finish`), and drafts save steps."""
     accepted = drafted = 0
-    for seed in range(40):
+    for seed in range(16):
         with_drafts, without = guessing(seed, 6), guessing(seed, 0)
         accepted += with_drafts.scheduler.state.counters.accepted_tokens
         drafted += with_drafts.scheduler.state.counters.drafted_tokens
@@ -317,13 +317,13 @@ def test_schedules_with_drafts_and_without() -> None:
             got = with_drafts.got[key]
             assert got.token_ids.tolist() == sample.token_ids.tolist() and got.logprobs.tolist() == sample.logprobs.tolist()
             assert got.finish_reason == sample.finish_reason
-    assert drafted > accepted > 200
+    assert drafted > accepted > 80
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_schedules_with_drafts_long() -> None:
-    for seed in range(40, 4000):
+    for seed in range(16, 4000):
         guessing(seed, 6)
 
 
@@ -433,8 +433,8 @@ def test_groups_that_race_end_alike_with_drafts_and_without(monkeypatch: pytest.
 
 def test_the_random_schedules_draft() -> None:
     """Else they would show nothing."""
-    counted = [random_schedule(seed).scheduler.state.counters for seed in range(30)]
-    assert sum(each.drafted_tokens for each in counted) > sum(each.accepted_tokens for each in counted) > 20
+    counted = [random_schedule(seed).scheduler.state.counters for seed in range(15)]
+    assert sum(each.drafted_tokens for each in counted) > sum(each.accepted_tokens for each in counted) > 10
 
 
 def test_an_index_goes_with_its_group() -> None:

@@ -387,7 +387,7 @@ def test_what_is_remembered_is_bounded(stage: Stage) -> None:
 @pytest.mark.parametrize("how", [ValueError, WeightsRefused, "abandoned", "applied"])
 def test_what_has_ended_holds_numbers_only(stage: Stage, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     """Staging, payload, all that a refresh was made of go at once, and not when garbage is looked for: why it failed names no
-    frame that names it. An engine raises the one error, a front the other."""
+    frame that names it. An engine raises the one error, a router the other."""
 
     def fail(staging: Staging, source: Any) -> int:
         raise how("not what the manifest says")

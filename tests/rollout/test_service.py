@@ -372,24 +372,24 @@ def test_no_message_is_longer_than_what_its_connection_has_carried() -> None:
     assert shape(again.read()) == [1] * 4, "it begins anew"
 
 
-def test_samples_of_a_front_wait_for_each_other_while_more_are_made() -> None:
+def test_samples_of_a_router_wait_for_each_other_while_more_are_made() -> None:
     """Not the first one, nothing besides a reply, and nothing once the engine has no work."""
     clock = Clock(100.0)
     bench = Bench(clock=clock)
-    front = bench.client(m.GATHERS)
-    front.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
+    router = bench.client(m.GATHERS)
+    router.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
     bench.turn()
-    assert shape(front.read()) == [1], "the first"
+    assert shape(router.read()) == [1], "the first"
     bench.turn(2)
-    assert shape(front.read()) == [1], "others wait"
+    assert shape(router.read()) == [1], "others wait"
     clock.now += 2 * SendLimits().gather_s
     bench.turn()
-    assert shape(front.read()) == [1, 2], "of the turns before: time is up before the step"
-    front.send(m.StatusRequest(1))
+    assert shape(router.read()) == [1, 2], "of the turns before: time is up before the step"
+    router.send(m.StatusRequest(1))
     bench.turn()
-    assert shape(front.read()) == [1, 2, 1, 1], "a reply takes them along"
+    assert shape(router.read()) == [1, 2, 1, 1], "a reply takes them along"
     bench.settle()
-    assert sum(shape(front.read())) == 9 and not bench.engine.has_work
+    assert sum(shape(router.read())) == 9 and not bench.engine.has_work
 
 
 def test_hello_ends_what_the_client_no_longer_wants() -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
-from rollout.commands.starting import make_tracker
+from rollout.commands.starting import make_tracker, start
 from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.engine.config import WeightOffload
 from rollout.engine.memory import HostMemory
@@ -39,7 +39,6 @@ from rollout.metrics.catalog import METRICS
 from rollout.metrics.meters import EngineMeter, SampleMeter
 from rollout.metrics.sinks import TIME_INDEXED, ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
 from rollout.metrics.tracker import Tracker
-from rollout.process import service_process
 from rollout.service.loop import open_service
 from rollout.service.watchdog import LoopPhase
 from rollout.transport.loopback import LoopbackService
@@ -264,7 +263,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 def documented() -> set[str]:
-    """Those of an engine; what a front has besides: `tests/rollout/test_fleet.py`."""
+    """Those of an engine; what a router has besides: `tests/rollout/test_fleet.py`."""
     return {name for name, metric in METRICS.items() if metric.over != "histogram" and not name.startswith("fleet/")}
 
 
@@ -669,9 +668,17 @@ def test_dropped_groups_are_forgotten() -> None:
 def test_serve_writes_what_it_is_told(tiny_config: Config, tmp_path: Path) -> None:
     jsonl = tmp_path / "m.jsonl"
     tracking = TrackingConfig(interval_s=0.05, jsonl=str(jsonl), audit_every=1, audit_max_share=1.0)
-    with service_process(msgspec.structs.replace(tiny_config, tracking=tracking)) as service:
+    at_any_port = msgspec.structs.replace(tiny_config.service, endpoint="tcp://127.0.0.1:*")
+    _, service = start(msgspec.structs.replace(tiny_config, tracking=tracking, service=at_any_port))
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    try:
         with RolloutClient(service.endpoint) as client:
             list(client.generate([[5, 6, 7]], Sampling(n=4, max_tokens=20, ignore_eos=True)))
+    finally:
+        service.stop()
+        thread.join(60)
+    assert not thread.is_alive()
     last = json.loads(jsonl.read_text().splitlines()[-1])
     assert last["rollout/samples"] == 4 and last["engine/generated_tokens"] == 80
 

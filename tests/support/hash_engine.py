@@ -166,7 +166,7 @@ class HashEngine:
         self.after += [] if group.after is None else [group.after]
         partials = {child.index: child for child in group.partials}
         seed = group.sampling.seed
-        assert seed is not None, "a front draws the seeds"
+        assert seed is not None, "a router draws the seeds"
         for index in group.wanted:
             child = Child(group, index, seed, start(group.prompt, seed, index))
             if index in partials:
