@@ -22,6 +22,7 @@ from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.types import Limits, Served
+from rollout.extras import missing
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.metrics.sinks import open_sinks
@@ -135,7 +136,7 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
     try:
         return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
     except ModuleNotFoundError as error:
-        raise CannotServe(f"--ray: {error}; pip install -e '.[ray]'") from error
+        raise CannotServe(f"--ray: {missing(error) or error}") from error
     except (RuntimeError, TimeoutError) as error:
         raise CannotServe(str(error) or "Ray does not start") from error
 

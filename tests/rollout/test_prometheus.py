@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def sink() -> Iterator[PrometheusSink]:
-    pytest.importorskip("prometheus_client", reason="not installed: pip install -e '.[metrics]'")
+    pytest.importorskip("prometheus_client", reason="not installed: pip install 'rl-rollout[metrics]'")
     (sink,) = open_sinks(TrackingConfig(metrics_port=0))
     assert isinstance(sink, PrometheusSink)
     yield sink
@@ -120,5 +120,5 @@ def test_without_the_package_the_reason_is_told(monkeypatch: pytest.MonkeyPatch)
     import sys
 
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(InputError, match=r"pip install -e '\.\[metrics\]'"):
+    with pytest.raises(InputError, match=r"pip install 'rl-rollout\[metrics\]'"):
         open_sinks(TrackingConfig(metrics_port=0))
