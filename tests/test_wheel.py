@@ -158,7 +158,9 @@ def test_a_wheel_without_kernels_says_so(sources: Path, tree: Path, old_compiler
     assert done.returncode == 0 and "rollout: no kernels in this wheel" in done.stdout
     assert kernels_of(tmp_path / "none", tmp_path) == kernels_of(tree, tmp_path) == []
     done = built(sources, tmp_path / "without", ROLLOUT_KERNELS="plain")
-    assert done.returncode == 1 and done.stderr == "ROLLOUT_KERNELS=plain: no C compiler (cc, gcc, clang or $CC) is there\n"
+    assert done.returncode == 1 and done.stderr.endswith(
+        "ROLLOUT_KERNELS=plain: no C compiler (cc, gcc, clang or $CC) is there\n"
+    )
     for wrong in ("", "avx1024", "none,plain"):
         done = built(sources, tmp_path / "wrong", CC=old_compiler, ROLLOUT_KERNELS=wrong)
         assert done.returncode == 1 and f"ROLLOUT_KERNELS={wrong!r}: must be none, or some of" in done.stderr

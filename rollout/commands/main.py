@@ -12,8 +12,7 @@ from functools import partial
 
 import msgspec
 
-from rollout import extras
-from rollout.commands import arguments
+from rollout.commands import arguments, extras
 from rollout.commands.arguments import (
     BenchArgs,
     Command,

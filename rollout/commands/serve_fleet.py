@@ -18,11 +18,11 @@ import psutil
 import xxhash
 
 from rollout import models
+from rollout.commands.extras import missing
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.types import Limits, Served
-from rollout.extras import missing
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.metrics.sinks import open_sinks

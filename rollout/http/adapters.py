@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from rollout.engine.types import KVPolicy
-from rollout.extras import install
 from rollout.http.control import step_of
 from rollout.http.endpoints import Endpoints
 from rollout.http.errors import HttpError, bad, not_served
@@ -90,7 +89,7 @@ class AdapterRoutes:
                 lambda wanted: merge(path, scale=scale, version=wanted, kv=kv), path, version, "lora_path"
             )
         except ModuleNotFoundError as error:
-            instead = f"{error.name} is not installed in the gateway's environment: {install('lora')}"
+            instead = f"{error.name} is not installed in the gateway's environment: pip install 'rl-rollout[lora]'"
             raise not_served("an adapter", instead) from None
 
 

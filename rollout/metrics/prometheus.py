@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollout.config import InputError
-from rollout.extras import install
 
 TOTALS = frozenset(
     (
@@ -93,7 +92,9 @@ class PrometheusSink:
         try:
             from prometheus_client import CollectorRegistry, MetricsHandler
         except ImportError as error:
-            raise InputError(f"metrics_port is set but prometheus_client is not installed: {install('metrics')}") from error
+            raise InputError(
+                "metrics_port is set but prometheus_client is not installed: pip install 'rl-rollout[metrics]'"
+            ) from error
         self._row: dict[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)

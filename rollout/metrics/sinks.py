@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from rollout.config import InputError, TrackingConfig
-from rollout.extras import install
 
 TIME_AXIS = "engine/time_s"
 TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*")
@@ -116,7 +115,9 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise InputError(f"tracking.wandb_project is set but wandb is not installed: {install('wandb')}") from error
+            raise InputError(
+                "tracking.wandb_project is set but wandb is not installed: pip install 'rl-rollout[wandb]'"
+            ) from error
         mode = wandb_mode(config)
         shared = {"x_primary": False, "x_label": "rollout", "x_update_finish_state": False} if mode == "shared" else {}
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from rollout.extras import DISTRIBUTION, EXTRA_OF, install, missing
+from rollout.commands.extras import DISTRIBUTION, EXTRA_OF, install, missing
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
