@@ -13,7 +13,7 @@ All conversations run at once, and each continues as soon as its own turn has en
 calculator works, the service keeps the turn's KV for `kv_ttl_s` seconds, so the next turn prefills only the tool's answer. The
 recipe prints how many tokens were prefilled. For training, `Conversation.written` tells the model's tokens from the tool's.
 
-Tool calls inside the text: Schick et al., "Toolformer" (2023). The questions need `pip install 'rl-rollout[grpo]'`.
+Tool calls inside the text: Schick et al., "Toolformer" (2023). The questions need `pip install -e '.[grpo]'`.
 """
 
 from __future__ import annotations

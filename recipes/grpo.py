@@ -14,7 +14,7 @@ off-policy"); the importance ratio against the service's own log-probs corrects 
 service's arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
-"Asynchronous RLHF" (ICLR 2025). Needs `pip install 'rl-rollout[grpo]'`, `[grpo,lora]` for --lora; wandb stays offline without
+"Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`, `'.[grpo,lora]'` for --lora; wandb stays offline without
 WANDB_API_KEY.
 """
 

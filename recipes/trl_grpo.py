@@ -7,7 +7,7 @@ Each step prints what TRL logged: the version of the weights that made its compl
 far TRL's own log-probs are from the service's. With the service's arithmetic in the trainer (--exact, the default) they agree
 to rounding of the last log-softmax, in bf16 too; with --no-exact they differ by some 1e-5 in fp32 and 0.04 in bf16.
 
-Needs `pip install 'rl-rollout[trl,grpo]'`. For AsyncGRPOTrainer see `rollout.integrations.trl`.
+Needs `pip install -e '.[trl,grpo]'`. For AsyncGRPOTrainer see `rollout.integrations.trl`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,12 @@ from rollout.transport.keys.files import BadKeys, read_private
 
 def run(args: HttpArgs) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError, ModelNotFound, RolloutError."""
+    try:
+        from rollout.http.gateway import run as run_gateway
+        from rollout.http.settings import Settings
+    except ModuleNotFoundError as error:
+        raise InputError(f"{error.name} is not installed: pip install 'rl-rollout[http]'") from error
     from rollout import models
-    from rollout.http.gateway import run as run_gateway
-    from rollout.http.settings import Settings
 
     check_writable("--ready-file", args.ready_file)
     try:

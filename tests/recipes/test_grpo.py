@@ -243,7 +243,7 @@ def test_accuracy_is_of_the_held_out_questions() -> None:
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    pytest.importorskip("reasoning_gym", reason="not installed: pip install 'rl-rollout[grpo]'")
+    pytest.importorskip("reasoning_gym", reason="not installed: pip install -e '.[grpo]'")
     task = grpo.Task(grpo.Options(), None)
     questions = [each["question"] for each in task.data]
     held_out = set(questions[task.held_out.start :])

@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def sink() -> Iterator[PrometheusSink]:
-    pytest.importorskip("prometheus_client", reason="not installed: pip install 'rl-rollout[metrics]'")
+    pytest.importorskip("prometheus_client", reason="not installed: pip install -e '.[metrics]'")
     (sink,) = open_sinks(TrackingConfig(metrics_port=0))
     assert isinstance(sink, PrometheusSink)
     yield sink
