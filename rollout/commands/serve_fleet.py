@@ -18,7 +18,6 @@ import psutil
 import xxhash
 
 from rollout import models
-from rollout.commands.extras import missing
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
@@ -136,7 +135,7 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
     try:
         return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
     except ModuleNotFoundError as error:
-        raise CannotServe(f"--ray: {missing(error) or error}") from error
+        raise CannotServe(f"--ray: {error}; pip install 'rl-rollout[ray]'") from error
     except (RuntimeError, TimeoutError) as error:
         raise CannotServe(str(error) or "Ray does not start") from error
 
