@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HELP = ("rollout/config.py", "rollout/commands/arguments.py", "engine/config.py")
-MOST_LINES = {"README.md": 120, "docs/architecture.md": 80, "docs/life-of-a-request.md": 40}
+MOST_LINES = {"README.md": 130, "docs/architecture.md": 80, "docs/life-of-a-request.md": 40}
 
 PHRASES = (
     r"for which they would not is",

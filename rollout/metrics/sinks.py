@@ -135,7 +135,9 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise InputError("tracking.wandb_project is set but wandb is not installed: pip install -e '.[wandb]'") from error
+            raise InputError(
+                "tracking.wandb_project is set but wandb is not installed: pip install 'rl-rollout[wandb]'"
+            ) from error
         mode = wandb_mode(config)
         shared = {"x_primary": False, "x_label": "rollout", "x_update_finish_state": False} if mode == "shared" else {}
         try:

@@ -25,9 +25,9 @@ from tests.support.gateway import Gateway, gateway
 from tests.support.waiting import until
 from tests.support.wire import serving
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 PROMPT = [5, 6, 7, 8]
 LIMITS = Limits(max_n=16, max_stop_token_ids=4)

@@ -427,7 +427,7 @@ def test_a_sink_that_cannot_start_is_an_error_at_once(tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match="wandb could not start"):
         open_sinks(TrackingConfig(wandb_project="p", wandb_run_id="a/b", wandb_mode="offline", wandb_dir=str(tmp_path)))
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(InputError, match=r"pip install -e '.\[wandb\]'"):
+    with pytest.raises(InputError, match=r"pip install 'rl-rollout\[wandb\]'"):
         open_sinks(TrackingConfig(wandb_project="p"))
 
 
