@@ -49,7 +49,7 @@ def read(
 ) -> Counter[str]:
     """Read a page as in a process of its own."""
     monkeypatch.chdir(folder)
-    for name in ("ROLLOUT_CACHE", "WANDB_MODE"):
+    for name in ("ROLLOUT_CACHE", "ROLLOUT_COOKIES", "WANDB_MODE"):
         monkeypatch.setenv(name, desk.environment[name])
     with reading(desk, folder, long) as reader:
         for snippet in snippets:
@@ -109,6 +109,8 @@ def test_commands_inside_sentences_exist() -> None:
         ('```json\n{"prompt": }\n```', "JSONDecodeError"),
         ("```yaml\na: [\n```", "ParserError"),
         ("<!-- snippet: prints 2 -->\n\n    echo 1", "not '2'"),
+        ("<!-- snippet: prints 2 -->\n```python\nx = 1\n```", "not '2'"),
+        ("```jsonl\n{}\n{\n```", "JSONDecodeError"),
         ("<!-- snippet: not run: needs GPU -->\n\n    rollout serve --no-such-flag", "no-such-flag"),
         ("<!-- snippet: not run: k8s -->\n```yaml\na: [\n```", "ParserError"),
         ("<!-- snippet: elsewhere tests/no_such_test.py -->\n\n    rollout demo", "no_such_test"),
