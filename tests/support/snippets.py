@@ -80,7 +80,7 @@ def snippets_of(page: str, text: str) -> list[Snippet]:
             found.append(_snippet(page, at + 1, "sh", [each[4:] for each in lines[at:end]], marks))
             at, marks = end, ""
         else:
-            if marks and line.strip():
+            if marks and line.strip() and not line.startswith("<!-- "):
                 raise ValueError(f"{page}:{at + 1}: a snippet comment without a block after it")
             if mark := MARK.match(line):
                 marks = mark[1]
