@@ -67,7 +67,7 @@ case "$command $*" in
   http*--port*) ;;
   http*) set -- "$@" --port "$PORT_8000" ;;
   top*) set -- "$@" --once ;;
-  pause*|drain*|sleep*) timeout 2 {python} -m rollout "$@"; [ $? = 124 ]; exit $? ;;  # which last until they are ended
+  pause*|drain*|sleep*) timeout 5 {python} -m rollout "$@"; [ $? = 124 ]; exit $? ;;  # which last until they are ended
 esac
 if [ -n "$READY" ]; then set -- "$@" --ready-file "$READY"; fi
 if [ "$command" = serve ]; then set -- "$@" --exit-on-stdin-close; fi  # with the test
