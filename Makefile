@@ -22,7 +22,7 @@ WHEELS ?= build/wheels
 # processes of pytest (pytest-xdist), each of which takes a file at a time
 JOBS ?= 2
 IN_PARALLEL := -n $(JOBS) --dist loadfile
-PLUGS := .venv-plugs
+INTEGRATIONS := .venv-integrations
 RAY := .venv-ray
 DOCS := .venv-docs
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
@@ -33,7 +33,7 @@ LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
 	&& ln -s $(CURDIR)/tests build/linked
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick nightly plugs ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check docs format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -42,7 +42,7 @@ help:
 	@echo "make test    all tests of the default tier, in JOBS=2 processes; ARGS='-k fork' or a path selects, in one process"
 	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests"
 	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
-	@echo "make plugs   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
+	@echo "make integrations   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
 	@echo "make ray     a fleet on a Ray of this machine"
 	@echo "make check   format, lint, types, import directions"
@@ -78,21 +78,21 @@ test: model
 	@$(BIN)/python -m pytest $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 --durations-min=2 $(ARGS)
 
 nightly: model
-	@$(BIN)/python -m pytest -m 'long and not gpu and not plugs and not ray' $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -m 'long and not gpu and not integrations and not ray' $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 $(ARGS)
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
 
 # Their packages lie in an environment of their own, over ours: .venv stays what the project needs. Without a network it must be there.
-plugs: $(PLUGS)/.installed
-	@PRIME_RL=$(PRIME_RL) SLIME=$(SLIME) VERL=$(VERL) $(PLUGS)/bin/python -m pytest -W default -m plugs tests/plugs $(ARGS)
+integrations: $(INTEGRATIONS)/.installed
+	@PRIME_RL=$(PRIME_RL) SLIME=$(SLIME) VERL=$(VERL) $(INTEGRATIONS)/bin/python -m pytest -W default -m integrations tests/integrations $(ARGS)
 
-$(PLUGS)/.installed: $(STAMP)
-	@$(PYTHON) -m venv $(PLUGS)
+$(INTEGRATIONS)/.installed: $(STAMP)
+	@$(PYTHON) -m venv $(INTEGRATIONS)
 	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
-		> $$($(PLUGS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
-	@$(PLUGS)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) httptools uvloop
-	@$(PLUGS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+		> $$($(INTEGRATIONS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) httptools uvloop
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
 	@touch $@
 
 # 284 MB that nothing else needs: in an environment of its own, over ours
@@ -175,4 +175,4 @@ bench-gpu: $(GPU_READY)
 	done; exit $$failed
 
 clean:
-	rm -rf .venv $(PLUGS) $(RAY) $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(INTEGRATIONS) $(RAY) $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

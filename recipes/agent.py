@@ -6,14 +6,14 @@
     turn 3   12 + 30 - 5 <<12 + 30>> = 42. <<42 - 5>> = 37.  ─ model ─→  #### 37
              └───────────── KV of turn 2 ───────────┘└new─┘
 
-    python -m rollout.recipes.agent              # reasoning-gym's sums with SmolLM2-135M, a minute on 2 cores
+    python -m rollout.recipes.agent              # sums with SmolLM2-135M, a minute on 2 cores
     python -m rollout.recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
 
 All conversations run at once, and each continues as soon as its own turn has ended (`rollout.SampleStream`). While the
 calculator works, the service keeps the turn's KV for `kv_ttl_s` seconds, so the next turn prefills only the tool's answer. The
 recipe prints how many tokens were prefilled. For training, `Conversation.written` tells the model's tokens from the tool's.
 
-Tool calls inside the text: Schick et al., "Toolformer" (2023). The questions need `pip install -e '.[grpo]'`.
+Tool calls inside the text: Schick et al., "Toolformer" (2023).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from __future__ import annotations
 import ast
 import itertools
 import operator
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import tyro
-
 from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling, models
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.process import service_process
+from rollout.recipes import program
+from rollout.recipes.program import say
 
 EXAMPLES = """\
 Q: 12 + 30 - 5
@@ -55,15 +56,17 @@ class Options:
     model: str = "smollm2"
     """smollm2, a folder, or a hub id"""
     questions: int = 16
-    """of reasoning-gym's chain_sum, of 2 to 5 numbers with 1 to 3 digits"""
+    """sums and differences of 2 to 5 numbers with 1 to 3 digits"""
     turns: int = 8
     """most turns of a conversation"""
     max_tokens: int = 24
     """most tokens of a turn"""
     temperature: float = 0.0
+    """0 = greedy"""
     kv_ttl_s: float = 60.0
     """seconds for which KV is kept between turns"""
     seed: int = 0
+    """of questions and samples"""
 
 
 @dataclass
@@ -196,22 +199,35 @@ def ends(tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(number for number, text in texts.items() if text.endswith(">>") or text == "\n"))
 
 
+def sums(options: Options) -> list[str]:
+    """Draw the questions: "12 + 305 - 7"."""
+    rng = random.Random(options.seed)
+
+    def number() -> str:
+        digits = rng.randint(1, 3)
+        return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+    def question() -> str:
+        return number() + "".join(f" {rng.choice('+-')} {number()}" for _ in range(rng.randint(1, 4)))
+
+    return [question() for _ in range(options.questions)]
+
+
 def main(options: Options) -> list[Conversation]:
     """Ask all questions, and print a conversation, how many answers are right, and what was prefilled."""
-    import reasoning_gym
-
     folder = models.resolve(options.model)
     tokenizer = models.load_tokenizer(folder)
-    sizes = {"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 3}
-    data = reasoning_gym.create_dataset("chain_sum", seed=options.seed, size=options.questions, **sizes)
-    sums = [each["question"].split(":")[1].removesuffix("=").strip() for each in data]
-    conversations = [Conversation(tokenizer.encode(EXAMPLES.format(question=each))) for each in sums]
+    asked = sums(options)
+    conversations = [Conversation(tokenizer.encode(EXAMPLES.format(question=each))) for each in asked]
+    say("starting the service")
     engine = EngineConfig(model=str(folder), kv_tokens=65_536, block_size=16)
     with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="agent") as client:
         agents = Agents(client, tokenizer, calculator, options)
-        done = sum(1 for _ in agents.converse(conversations))
+        done = 0
+        for done, each in enumerate(agents.converse(conversations), 1):
+            say(f"conversation {done} of {len(conversations)}: {each.turns} turns")
         status = client.status()
-    right = sum(data.score_answer(answer_of(each), data[i]) == 1.0 for i, each in enumerate(conversations))
+    right = sum(answer_of(each) == calculate(question) for question, each in zip(asked, conversations, strict=True))
     longest = max(conversations, key=lambda each: each.turns)
     print(tokenizer.decode(longest.tokens).rsplit("\n\n", 1)[-1].strip())
     print(f"{right} of {done} right, in {sum(each.turns for each in conversations)} turns")
@@ -229,4 +245,4 @@ def answer_of(conversation: Conversation) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    raise SystemExit(program.run("agent", main, Options))

@@ -4,6 +4,7 @@
     a child ends         → its reward, at once
     rewards all equal    → the group teaches nothing: it is cancelled, or dropped when it ends
     `groups` are whole   → a step of training, new weights; what is in flight goes on under them
+    none ever has spread → the training ends with `NothingToLearn`, after --max-num-gen-batches
 
     python -m rollout.recipes.dapo                # one-digit products with SmolLM2-135M, as rollout.recipes.grpo
     python -m rollout.recipes.dapo --decide-after 4    # cancels a group when 4 of its children have the same reward
@@ -19,14 +20,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import tyro
 
 from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling
-from rollout.recipes import grpo
+from rollout.recipes import grpo, program
+from rollout.recipes.grpo import NothingToLearn, Phase, Row, quiet
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Options(grpo.Options):
     """cancel a group when so many of its children have ended with the same reward; None: when all have"""
     clip_high: float = 0.28
     """the importance ratio counts only within 1 - clip and 1 + clip_high"""
+    max_num_gen_batches: int = 20
+    """end the training if a step has dropped this many times `groups` groups; 0 = never"""
+    out: Path = Path("dapo-run")
+    """folder for rewards.jsonl, curves.png and wandb's files"""
 
 
 @dataclass
@@ -74,6 +83,8 @@ class Sampler:
         self.next_index = 0
         self.dropped = 0
         """groups without spread"""
+        self.dropped_reward = 0.0
+        """sum over these groups of the reward that all their children had"""
         self.sampled = self.wasted = 0
         """tokens, and those of them in groups that were dropped"""
 
@@ -89,10 +100,12 @@ class Sampler:
             self.in_flight[handle.group_id] = Asked(question, handle)
             self.arrivals.add(handle)
 
-    def take(self, wanted: int) -> list[Asked]:
-        """Wait for so many groups with spread; the others go on."""
+    def take(self, wanted: int, phase: Phase = quiet) -> list[Asked]:
+        """Wait for so many groups with spread; the others go on. Raises NothingToLearn if too many have none."""
         ready: list[Asked] = []
+        dropped, reward = self.dropped, self.dropped_reward
         while len(ready) < wanted:
+            phase(f"sampling: {len(ready)} of {wanted} groups, {self.dropped - dropped} dropped")
             self.fill()
             handle, sample = self.arrivals.get(timeout=600)
             asked = self.in_flight[handle.group_id]
@@ -102,9 +115,25 @@ class Sampler:
                 if asked.whole and asked.spread:
                     ready.append(asked)
                 else:
-                    self.dropped += 1
-                    self.wasted += sum(len(each.token_ids) for each in handle.result())
+                    self._drop(asked)
+                    self._check(self.dropped - dropped, self.dropped_reward - reward)
         return ready
+
+    def _drop(self, asked: Asked) -> None:
+        self.dropped += 1
+        self.dropped_reward += next(iter(asked.rewards.values()), 0.0)
+        self.wasted += sum(len(each.token_ids) for each in asked.handle.result())
+
+    def _check(self, dropped: int, reward: float) -> None:
+        """Raise NothingToLearn if a step has dropped so many groups, with this sum of rewards."""
+        bound = self.options.max_num_gen_batches * self.options.groups
+        if bound and dropped >= bound:
+            mean = reward / dropped
+            cause = "no sample scores: take an easier task or a better model" if mean == 0 else "take a harder task"
+            raise NothingToLearn(
+                f"{dropped} groups in a row were dropped or too few had different rewards; all rewards of a dropped group are "
+                f"equal, {mean:.2f} on average: {cause}, or raise --n, --temperature or --max-num-gen-batches"
+            )
 
     def _note(self, asked: Asked, sample: Sample) -> None:
         self.sampled += len(sample.token_ids)
@@ -117,33 +146,30 @@ class Sampler:
             asked.handle.cancel()
 
 
-def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Compute PPO's surrogate with two bounds (clip-higher), summed over tokens; all [tokens]."""
-    ratio = (now - then).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage).sum()
-
-
-def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Module) -> Iterator[dict[str, float]]:
+def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Module, phase: Phase = quiet) -> Iterator[Row]:
     """Train, and yield the metrics of each step."""
-    learner, sampler = grpo.Learner(model, options.rate), Sampler(options, client, task)
+    from rollout.recipes import policy
+
+    learner, sampler = policy.Learner(model, options.rate), Sampler(options, client, task)
+    learn = partial(policy.add_gradients, clip=(options.clip, options.clip_high), temperature=options.temperature)
     try:
         for step in range(options.steps):
             began = time.perf_counter()
             dropped, sampled, wasted = sampler.dropped, sampler.sampled, sampler.wasted
-            ready = sampler.take(options.groups)
+            ready = sampler.take(options.groups, phase)
+            phase("training")
             waited = time.perf_counter() - began
             groups = [asked.handle.result() for asked in ready]
             rewards = np.array([[asked.rewards[i] for i in range(options.n)] for asked in ready])
             tokens = sum(len(sample.token_ids) for group in groups for sample in group)
-            ratios = []
-            for asked, group, advantage in zip(ready, groups, grpo.advantages(rewards), strict=True):
-                now, then = grpo.logprobs(model, task.prompt(asked.index), group, options.temperature), grpo.behaviour(group)
-                each = torch.from_numpy(np.repeat(advantage, [len(s.token_ids) for s in group])).float()
-                (policy_loss(now, then, each, options.clip, options.clip_high) / tokens).backward()
-                ratios.append((now.detach() - then).exp())
+            ratios = [
+                learn(model, task.prompt(asked.index), group, advantage, tokens=tokens)
+                for asked, group, advantage in zip(ready, groups, policy.advantages(rewards), strict=True)
+            ]
             norm = learner.step()
+            phase("refresh")
             weights = grpo.push(client, model, step + 1) if options.refresh else {}
-            lag = grpo.lags(groups, step)
+            lag = policy.lags(groups, step)
             yield {
                 "train/step": step + 1,
                 "train/reward": float(rewards.mean()),
@@ -156,7 +182,7 @@ def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Mo
                 "train/waste": (sampler.wasted - wasted) / max(1, sampler.sampled - sampled),
                 "train/lag_mean": float(lag.mean()),
                 "train/lag_max": float(lag.max()),
-                "train/ratio": float(torch.cat(ratios).mean()),
+                "train/ratio": float(np.concatenate(ratios).mean()),
                 **weights,
             }
     finally:
@@ -164,5 +190,10 @@ def train(options: Options, client: RolloutClient, task: Any, model: torch.nn.Mo
             asked.handle.cancel()
 
 
+def main(options: Options) -> list[Row]:
+    """As `grpo.main`."""
+    return grpo.main(options, train)
+
+
 if __name__ == "__main__":
-    grpo.main(tyro.cli(Options), train)
+    raise SystemExit(program.run("dapo", main, Options))

@@ -25,12 +25,13 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-import tyro
 
 from rollout import RolloutClient, Sampling
 from rollout.config import Config, FleetConfig, dump
 from rollout.engine.config import EngineConfig
 from rollout.process import service_process
+from rollout.recipes import program
+from rollout.recipes.program import say
 
 GROUPS, PROMPT_TOKENS = 8, 64
 
@@ -44,12 +45,15 @@ class Options:
     launcher: Literal["host", "join", "ray"] = "host"
     """what starts the replicas"""
     replicas: int = 2
+    """of a fleet that is started"""
     model: str = "smollm2"
     """smollm2, a folder, or a hub id"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """of the weights"""
     n: int = 4
     """samples of each prompt"""
     max_tokens: int = 64
+    """maximum number of tokens of a sample"""
     kill: bool = True
     """kill a replica in the middle; --no-kill is the control"""
 
@@ -60,6 +64,7 @@ def address_of(options: Options) -> Iterator[str]:
     if options.address is not None:
         yield options.address
         return
+    say(f"starting a fleet of {options.replicas} replicas")
     config = Config(engine=EngineConfig(model=options.model, dtype=options.dtype))
     if options.launcher == "join":
         with joined_fleet(config, options.replicas) as address:
@@ -126,7 +131,9 @@ def sample(client: RolloutClient, options: Options, kill: bool) -> list[list[int
 def main(options: Options) -> None:
     """Sample twice with the same seeds, the second time with a death in the middle, and print whether all is equal."""
     with address_of(options) as address, RolloutClient(address, connect_timeout_s=60) as client:
+        say("sampling")
         first = sample(client, options, kill=False)
+        say("sampling again, by the same seeds" + (", and killing a replica meanwhile" if options.kill else ""))
         again = sample(client, options, kill=options.kill)
         fleet = client.status()["fleet"]
     same = "equal" if first == again else "NOT equal"
@@ -134,4 +141,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    raise SystemExit(program.run("fleet", main, Options))

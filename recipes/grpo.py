@@ -1,4 +1,4 @@
-"""GRPO in two processes: this one trains, a rollout service samples. Copy it, then change `Task`.
+"""GRPO in two processes: this one trains, a rollout service samples. Copy it with policy.py, then change `Task`.
 
     service    groups of step k, weights k-1 | groups of step k+1, weights k    | groups of step k+2 …
     trainer    train on the groups of k-1    | train on the groups of k         | …
@@ -14,34 +14,37 @@ off-policy"); the importance ratio against the service's own log-probs corrects 
 service's arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
-"Asynchronous RLHF" (ICLR 2025). Needs `pip install -e '.[grpo]'`, `'.[grpo,lora]'` for --lora; wandb stays offline without
-WANDB_API_KEY.
+"Asynchronous RLHF" (ICLR 2025). The curves and the data sets of reasoning-gym need `pip install -e '.[grpo]'`, --lora needs
+`pip install -e '.[lora]'`, wandb `pip install -e '.[wandb]'`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
-import tyro
-from tqdm import tqdm
 
 from rollout import Handle, RolloutClient, Sample, Sampling, models
-from rollout.config import Config, TrackingConfig
+from rollout.config import Config, InputError, TrackingConfig
 from rollout.engine.config import EngineConfig
-from rollout.engine.cpu.backward import fast_in_bf16
-from rollout.exact import token_logprobs, use_exact
 from rollout.process import service_process
+from rollout.recipes import program
+from rollout.recipes.program import say
+
+if TYPE_CHECKING:
+    import torch  # imported when the training begins: `--help` does not wait for it
 
 
 @dataclass(frozen=True)
@@ -50,26 +53,34 @@ class Options:
 
     model: str = "smollm2"
     """smollm2, a folder, or a hub id"""
-    task: str = "products"
-    """name of a reasoning-gym data set"""
-    task_config: str = '{"min_digits": 1, "max_digits": 1}'
-    """its settings, as JSON"""
+    task: str = "times-table"
+    """times-table = products of two digits, or a data set of reasoning-gym, for example chain_sum"""
+    task_config: str = "{}"
+    """settings of a data set of reasoning-gym, as JSON"""
     steps: int = 60
+    """training steps"""
     groups: int = 6
     """prompts in a step"""
     n: int = 12
     """samples for each prompt"""
     max_tokens: int = 12
+    """maximum number of tokens of a sample"""
     temperature: float = 1.0
+    """of the samples to train on"""
     learning_rate: float = 2e-5
+    """of AdamW, without --lora"""
     lora: bool = False
     """train LoRA adapters on all linear layers of the decoder, and send A and B alone"""
     lora_rank: int = 4
+    """inner dimension of the adapters"""
     lora_alpha: int = 32
+    """adapters are scaled by alpha / rank"""
     lora_learning_rate: float = 2e-4
+    """of AdamW, with --lora"""
     clip: float = 0.2
     """the importance ratio counts only within 1 ± clip"""
     seed: int = 0
+    """of questions, samples and adapters"""
     held_out: int = 20
     """questions that are never trained on, asked greedily before and after; 0 = none"""
     exact: bool = True
@@ -85,7 +96,10 @@ class Options:
     """KV pool of the service, and as much host memory behind it"""
     out: Path = Path("grpo-run")
     """folder for rewards.jsonl, curves.png and wandb's files"""
+    save: Path | None = None
+    """folder for the trained model and its tokenizer, for `rollout serve --model FOLDER`; adapters are merged"""
     wandb: bool = True
+    """log to wandb: online with WANDB_API_KEY, else offline in the folder --out"""
 
     @property
     def rate(self) -> float:
@@ -93,25 +107,48 @@ class Options:
         return self.lora_learning_rate if self.lora else self.learning_rate
 
 
+class Question(NamedTuple):
+    text: str
+    score: Callable[[str], float]
+    """of an answer: 0 to 1"""
+
+
+def questions(options: Options, seed: int, size: int) -> list[Question]:
+    """Draw questions of `options.task`, possibly the same one several times. Raises InputError."""
+    if options.task == "times-table":
+        rng = random.Random(seed)
+        pairs = [(rng.randrange(10), rng.randrange(10)) for _ in range(size)]
+        ask = "Solve the following multiplication: {} * {}. Give only the result as your final answer."
+        return [Question(ask.format(a, b), partial(equals, str(a * b))) for a, b in pairs]
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"--task {options.task}: is a data set of reasoning-gym, and {error.name} is not installed: "
+            "pip install -e '.[grpo]' (it needs a C compiler), or leave --task out"
+        ) from None
+    data = reasoning_gym.create_dataset(options.task, seed=seed, size=size, **json.loads(options.task_config))
+    return [Question(each["question"], partial(data.score_answer, entry=each)) for each in data]
+
+
+def equals(right: str, answer: str) -> float:
+    return float(answer == right)
+
+
 class Task:
     """Questions and verifiable rewards. Anything with these two methods and `held_out`, questions not trained on, will do."""
 
     def __init__(self, options: Options, tokenizer: Any) -> None:
-        import reasoning_gym
-
-        size = options.steps * options.groups + options.groups
-        settings = json.loads(options.task_config)
         self.tokenizer = tokenizer
-        drawn = list(reasoning_gym.create_dataset(options.task, seed=options.seed, size=size, **settings))
-        apart = reasoning_gym.create_dataset(
-            options.task, seed=options.seed + 1, size=max(1, 100 * options.held_out), **settings
-        )
-        others = list({each["question"]: each for each in apart}.values())[: options.held_out]
-        hidden = {each["question"] for each in others}
-        asked = [each for each in drawn if each["question"] not in hidden]
+        size = options.steps * options.groups + options.groups
+        apart = questions(options, options.seed + 1, max(1, 100 * options.held_out))
+        others = list({each.text: each for each in apart}.values())[: options.held_out]
+        hidden = {each.text for each in others}
+        asked = [each for each in questions(options, options.seed, size) if each.text not in hidden]
         if not asked or len(others) < options.held_out:
-            raise ValueError(f"{options.task} {options.task_config} has too few questions to hold {options.held_out} out")
-        self.scorer = apart
+            raise InputError(
+                f"--task {options.task} {options.task_config}: has too few questions to hold {options.held_out} out"
+            )
         self.data = [*(asked[i % len(asked)] for i in range(size)), *others]
         self.held_out = range(size, len(self.data))
 
@@ -120,110 +157,55 @@ class Task:
         return self.held_out.start
 
     def prompt(self, index: int) -> list[int]:
-        chat = [{"role": "user", "content": self.data[index]["question"]}]
+        chat = [{"role": "user", "content": self.data[index].text}]
         return self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
     def reward(self, index: int, sample: Sample) -> float:
-        """Return reasoning-gym's score of the last number in the text."""
+        """Return the score of the last number in the text."""
         numbers = re.findall(r"-?\d+", self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
-        return self.scorer.score_answer(numbers[-1], self.data[index]) if numbers else 0.0
+        return self.data[index].score(numbers[-1]) if numbers else 0.0
 
 
-class Learner:
-    """The policy in bf16, as the service runs it, and AdamW on fp32 masters: a step of 1e-5 would vanish in bf16. Of a
-    PeftModel the adapters learn."""
-
-    def __init__(self, model: torch.nn.Module, learning_rate: float) -> None:
-        self.model = model.eval()  # no dropout: the service has none
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.masters = [p.detach().float().clone().requires_grad_() for p in self.parameters]
-        self.adam = torch.optim.AdamW(self.masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def step(self) -> float:
-        """Apply the gradients gathered so far. Returns their norm before clipping to 1."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
-        self.adam.step()
-        with torch.no_grad():
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                parameter.copy_(master)
-        return float(norm)
+Row = dict[str, float]
+"""metrics of a step"""
+Phase = Callable[[str], None]
+"""called with what the trainer does from now on"""
+Trainer = Callable[[Any, RolloutClient, Task, Any, Phase], Iterator[Row]]
+"""as `train`"""
+Batch = tuple[list[list[Sample]], list[Handle]]
+"""the groups to train on, in the order of their questions, and those of the next batch, which run"""
 
 
-def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: float) -> torch.Tensor:
-    """Return [tokens of all samples] log-probs of the samples' tokens, by one forward that reads the prompt once.
-
-    p p p p a a b b b      a row of the mask: the prompt, and what its own sample said so far
-    └prompt┘└a┘└─b─┘       (the last token of a sample predicts nothing and is left out)
-    """
-    model = policy_of(model)
-    start, ids, positions, owner = len(prompt), list(prompt), [*range(len(prompt))], [-1] * len(prompt)
-    predictors, targets = [], []
-    for index, sample in enumerate(samples):
-        tokens = sample.token_ids.tolist()
-        predictors += [start - 1, *range(len(ids), len(ids) + len(tokens) - 1)]
-        targets += tokens
-        ids += tokens[:-1]
-        positions += range(start, start + len(tokens) - 1)
-        owner += [index] * (len(tokens) - 1)
-    who = torch.tensor(owner)
-    hidden_from = ~((who == -1) | (who == who[:, None])).tril()
-    mask = torch.zeros(hidden_from.shape, dtype=model.dtype).masked_fill(hidden_from, -torch.inf)
-    hidden = model.base_model(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([positions]),
-        attention_mask=mask[None, None],
-        use_cache=False,
-    ).last_hidden_state[0, predictors]
-    return token_logprobs(model.get_output_embeddings()(hidden), torch.tensor(targets), temperature)
+def quiet(phase: str) -> None:
+    """Show nothing."""
 
 
-def policy_of(model: Any) -> Any:
-    """Return the transformers model, of a PeftModel the one that has the adapters in it."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def behaviour(samples: list[Sample]) -> torch.Tensor:
-    """Return [tokens of all samples] the service's log-probs."""
-    return torch.from_numpy(np.concatenate([sample.logprobs for sample in samples]))
-
-
-def policy_loss(now: torch.Tensor, then: torch.Tensor, advantage: torch.Tensor, clip: float) -> torch.Tensor:
-    """Compute PPO's clipped surrogate, summed over tokens; all [tokens]."""
-    ratio = (now - then).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).sum()
-
-
-def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Turn [groups, n] rewards into advantages: how much better than its siblings each sample did, in standard deviations of
-    its group."""
-    return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
-
-
-def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.Module) -> Iterator[dict[str, float]]:
+def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.Module, phase: Phase = quiet) -> Iterator[Row]:
     """Train, and yield the metrics of each step."""
-    learner, began = Learner(model, options.rate), time.perf_counter()
+    from rollout.recipes import policy
+
+    phase("sampling")
+    learner, began = policy.Learner(model, options.rate), time.perf_counter()
     batches = partial_batches if options.partial else whole_batches
     for step, (groups, pending) in enumerate(batches(options, client, task)):
+        phase("training")
         waited = time.perf_counter() - began
         first = step * options.groups
         rewards = np.array([[task.reward(first + i, s) for s in group] for i, group in enumerate(groups)])
-        prompts = [task.prompt(first + i) for i in range(options.groups)]
         tokens = sum(len(sample.token_ids) for group in groups for sample in group)
-        ratios = []
-        for prompt, group, advantage in zip(prompts, groups, advantages(rewards), strict=True):
-            if not advantage.any():
-                continue  # all did equally well: nothing to learn
-            now, then = logprobs(model, prompt, group, options.temperature), behaviour(group)
-            each = torch.from_numpy(np.repeat(advantage, [len(s.token_ids) for s in group])).float()
-            (policy_loss(now, then, each, options.clip) / tokens).backward()
-            ratios.append((now.detach() - then).exp())
+        ratios = [
+            policy.add_gradients(
+                model, task.prompt(first + i), group, advantage,
+                tokens=tokens, clip=(options.clip, options.clip), temperature=options.temperature,
+            )
+            for i, (group, advantage) in enumerate(zip(groups, policy.advantages(rewards), strict=True))
+            if advantage.any()  # else all did equally well: nothing to learn
+        ]  # fmt: skip
         audit = mismatch(options, model, task, pending, step)
         norm = learner.step()
+        phase("refresh")
         weights = push(client, model, step + 1) if options.refresh else {}
-        lag = lags(groups, step)
+        lag = policy.lags(groups, step)
         slowest = max(sample.seconds for group in groups for sample in group)
         seconds, began = time.perf_counter() - began, time.perf_counter()
         yield {
@@ -239,18 +221,11 @@ def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.M
             "train/sampled_tokens_per_s": tokens / slowest,
             "train/lag_mean": float(lag.mean()),
             "train/lag_max": float(lag.max()),
-            **({"train/ratio": float(torch.cat(ratios).mean())} if ratios else {}),
+            **({"train/ratio": float(np.concatenate(ratios).mean())} if ratios else {}),
             **audit,
             **weights,
         }
-
-
-Trainer = Callable[[Any, RolloutClient, Task, torch.nn.Module], Iterator[dict[str, float]]]
-"""as `train`"""
-
-
-Batch = tuple[list[list[Sample]], list[Handle]]
-"""the groups to train on, in the order of their questions, and those of the next batch, which run"""
+        phase("sampling")
 
 
 def whole_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
@@ -312,16 +287,7 @@ def checked(group: list[Sample]) -> list[Sample]:
     return group
 
 
-def lags(groups: list[list[Sample]], version: int) -> np.ndarray:
-    """Return [tokens] how many versions behind the trainer's weights each token was made."""
-    made = []
-    for sample in (sample for group in groups for sample in group):
-        starts = [start for start, _ in sample.weight_versions] + [len(sample.token_ids)]
-        made.append(np.repeat([v for _, v in sample.weight_versions], np.diff(starts)))
-    return version - np.concatenate(made)
-
-
-def push(client: RolloutClient, model: torch.nn.Module, version: int) -> dict[str, float]:
+def push(client: RolloutClient, model: torch.nn.Module, version: int) -> Row:
     """Give the service these weights, of a PeftModel the adapter. It goes on with them, running samples included; they keep the
     KV they have."""
     send = client.refresh_lora if hasattr(model, "peft_config") else client.refresh
@@ -334,15 +300,15 @@ def push(client: RolloutClient, model: torch.nn.Module, version: int) -> dict[st
     }
 
 
-def mismatch(options: Options, model: torch.nn.Module, task: Task, pending: list[Handle], version: int) -> dict[str, float]:
-    """Return the mean |log-prob here - log-prob of the service| under the same weights, on a group of the next step that has
-    finished before these weights change; empty if none has."""
+def mismatch(options: Options, model: torch.nn.Module, task: Task, pending: list[Handle], version: int) -> Row:
+    """Compare log-probs with the service's under the same weights, on a group of the next step that has finished before these
+    weights change; empty if none has."""
+    from rollout.recipes import policy
+
     for index, handle in enumerate(pending):
         if handle.done and all(s.weight_versions == [(0, version)] for s in checked(handle.result())):
             prompt = task.prompt((version + 1) * options.groups + index)
-            with torch.no_grad():
-                now = logprobs(model, prompt, handle.result(), options.temperature)
-            return {"train/mismatch": float((now - behaviour(handle.result())).abs().mean())}
+            return {"train/mismatch": policy.mismatch(model, prompt, handle.result(), options.temperature)}
     return {}
 
 
@@ -354,7 +320,8 @@ def accuracy(client: RolloutClient, task: Any) -> float:
     return float(np.mean([task.reward(index, group[0]) for index, group in zip(task.held_out, answers, strict=True)]))
 
 
-def plot(rows: list[dict[str, float]], path: Path, title: str) -> None:
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Draw the curves of a training."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -380,61 +347,109 @@ def plot(rows: list[dict[str, float]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def main(options: Options, train: Trainer = train) -> list[dict[str, float]]:
-    """Run a service, train against it by `train`, and leave curves and rows in `options.out`."""
-    from transformers import AutoModelForCausalLM
+@dataclass
+class Outcome:
+    """What a training has left, whole or not."""
 
-    torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
+    rows: list[Row] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+    """share of the held-out questions answered rightly, before and after"""
+    ended: BaseException | None = None
+    """Ctrl-C, or the reason why the training could not go on"""
+
+
+class NothingToLearn(InputError):
+    """All rewards are equal, step after step; the message says what to change."""
+
+
+def main(options: Options, train: Trainer = train) -> list[Row]:
+    """Run a service, train against it by `train`, and leave curves and rows in `options.out`, the model in `options.save`.
+    Raises KeyboardInterrupt and NothingToLearn after the results of the finished steps were kept."""
+    say(f"loading {options.model}")
+    from rollout.engine.cpu.backward import fast_in_bf16
+    from rollout.exact import use_exact
+    from rollout.recipes import policy
+
     models.hide_progress_bars()
     folder = models.resolve(options.model)
-    options.out.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for made in filter(None, (options.out, options.save)):
+        made.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = policy.load(folder, options.seed, options.threads), models.load_tokenizer(folder)
     if options.lora:
-        model = with_adapters(options, model)
-    task = Task(options, models.load_tokenizer(folder))
-    correct: list[float] = []
-    rows: list[dict[str, float]] = []
+        model = policy.with_adapters(model, options.lora_rank, options.lora_alpha)
+    task = Task(options, tokenizer)
     with ExitStack() as stack:
         run = open_wandb(options, stack) if options.wandb else None
+        say("starting the service")
         service = stack.enter_context(service_process(service_config(options, folder)))
         client = stack.enter_context(RolloutClient(service.endpoint, name="grpo"))
         if options.exact:
-            use_exact(policy_of(model), client.info.arithmetic)
+            use_exact(policy.policy_of(model), client.info.arithmetic)
         elif not fast_in_bf16():
-            print("--no-exact: plain torch is slow in bf16 on this CPU, a step may take minutes; with exact it does not")
-        if task.held_out:
-            correct.append(accuracy(client, task))
-        log = stack.enter_context((options.out / "rewards.jsonl").open("w"))
-        bar = stack.enter_context(
-            tqdm(train(options, client, task, model), total=options.steps, unit="step", dynamic_ncols=True)
-        )
-        for row in bar:
-            rows.append(row)
-            log.write(json.dumps(row) + "\n")
-            bar.set_postfix_str(f"reward {row['train/reward']:.2f}, {row['train/tokens_per_s']:.0f} tokens/s")
-            if run is not None:
-                run.log({**client.status()["metrics"], **row})  # the service's figures beside the trainer's
-        if task.held_out:
-            correct.append(accuracy(client, task))
-    plot(rows, options.out / "curves.png", f"{options.model}, {options.task}" + ("" if options.refresh else ", no refresh"))
+            say("--no-exact: plain torch is slow in bf16 on this CPU, a step may take minutes; with exact it does not")
+        outcome = steps(options, client, task, partial(train, options, client, task, model), run)
+    report(options, task, outcome)
+    if options.save is not None and outcome.rows:
+        policy.save(model, tokenizer, options.save)
+        say(f"saved the model: rollout serve --model {options.save}")
+    if outcome.ended is not None:
+        raise outcome.ended
+    return outcome.rows
+
+
+def steps(options: Options, client: RolloutClient, task: Task, train: Callable[[Phase], Iterator[Row]], run: Any) -> Outcome:
+    """Run all steps, write their rows, and ask the held-out questions before and after. Ctrl-C and NothingToLearn end it."""
+    from tqdm import tqdm
+
+    outcome = Outcome()
+    try:
+        ask_held_out(client, task, outcome, "before training")
+        with (
+            (options.out / "rewards.jsonl").open("w") as log,
+            tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar,
+        ):
+            for row in train(lambda phase: bar.set_description(f"step {min(bar.n + 1, options.steps)}, {phase}")):
+                outcome.rows.append(row)
+                log.write(json.dumps(row) + "\n")
+                dropped = f", {row['train/dropped_groups']:.0f} groups dropped" if "train/dropped_groups" in row else ""
+                bar.set_postfix_str(
+                    f"reward {row['train/reward']:.2f}, {row['train/tokens_per_s']:.0f} tokens/s{dropped}", False
+                )
+                bar.update()
+                if run is not None:
+                    run.log({**client.status()["metrics"], **row})  # the service's metrics beside the trainer's
+        ask_held_out(client, task, outcome, "after training")
+    except (KeyboardInterrupt, NothingToLearn) as error:
+        outcome.ended = error
+    return outcome
+
+
+def ask_held_out(client: RolloutClient, task: Task, outcome: Outcome, when: str) -> None:
+    """Ask the held-out questions, if there are any."""
+    count = len(task.held_out)
+    if count:
+        say(f"asking {count} held-out questions, {when}")
+        outcome.right.append(accuracy(client, task))
+        say(f"held-out questions, {when}: {outcome.right[-1] * count:.4g} of {count} right")
+
+
+def report(options: Options, task: Task, outcome: Outcome) -> None:
+    """Draw and print what the finished steps have shown."""
+    rows = outcome.rows
+    if not rows:
+        say("no step was finished")
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        say(f"no curves.png: matplotlib is not installed: pip install -e '.[grpo]'; {options.out}/rewards.jsonl has the rows")
+    else:
+        plot(rows, options.out / "curves.png", f"{options.model}, {options.task}" + ("" if options.refresh else ", no refresh"))
     fifth = max(1, len(rows) // 5)
     first, last = (float(np.mean([row["train/reward"] for row in part])) for part in (rows[:fifth], rows[-fifth:]))
-    print(f"mean reward: first fifth {first:.3f}, last fifth {last:.3f}, gain {last - first:+.3f} (in {options.out})")
-    if correct:
-        before, after = correct
-        print(f"{len(task.held_out)} held-out questions, greedily: {before:.2f} right before training, {after:.2f} after")
-    return rows
-
-
-def with_adapters(options: Options, model: torch.nn.Module) -> torch.nn.Module:
-    """Put LoRA adapters, in fp32, into a model whose own weights are frozen from here on."""
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(
-        r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, settings)
+    print(f"{len(rows)} of {options.steps} steps, rows and curves in {options.out}")
+    print(f"mean reward: first fifth {first:.3f}, last fifth {last:.3f}, gain {last - first:+.3f}")
+    if len(outcome.right) == 2:
+        before, after = (f"{share * len(task.held_out):.4g}" for share in outcome.right)
+        print(f"{len(task.held_out)} held-out questions, greedily: {before} right before training, {after} after")
 
 
 def service_config(options: Options, folder: Path) -> Config:
@@ -445,14 +460,18 @@ def service_config(options: Options, folder: Path) -> Config:
 
 
 def open_wandb(options: Options, stack: ExitStack) -> Any:
-    import wandb
-
-    from rollout.metrics.sinks import define_metrics
+    """Start a run that ends with the stack. Raises InputError."""
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise InputError("wandb is not installed: pip install -e '.[wandb]', or give --no-wandb") from None
+    from rollout.metrics.sinks import define_metrics, described_run
 
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     config = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
     quiet = wandb.Settings(console="off", silent=True)
     run = wandb.init(project="rollout-grpo", mode=mode, dir=options.out, config=config, settings=quiet)
+    say(described_run(run))
     stack.callback(run.finish)
     define_metrics(run)
     run.define_metric("train/*", step_metric="train/step")
@@ -460,4 +479,4 @@ def open_wandb(options: Options, stack: ExitStack) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    raise SystemExit(program.run("grpo", main, Options))

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tyro
 from msgspec.structs import replace
 
 from rollout import RolloutClient, Sample, Sampling, models
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.process import service_process
+from rollout.recipes import program
+from rollout.recipes.program import say
 
 Reward = Callable[[np.ndarray], float]
 """of the tokens after the prompt: [tokens] int32 -> a number"""
@@ -41,6 +42,7 @@ class Options:
     model: str = "smollm2"
     """smollm2, a folder, or a hub id"""
     questions: int = 3
+    """products of two digits"""
     n: int = 4
     """samples of each question; the longest is branched"""
     branches: int = 4
@@ -48,8 +50,11 @@ class Options:
     rollouts: int = 8
     """new endings from each position"""
     max_tokens: int = 64
+    """maximum number of tokens of a sample"""
     temperature: float = 0.8
+    """of all samples"""
     seed: int = 0
+    """of questions and samples"""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ def main(options: Options) -> list[Vine]:
     sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     engine = EngineConfig(model=str(folder), kv_tokens=65_536, block_size=16)  # small blocks: more of a short prefix is found
     vines = []
+    say("starting the service")
     with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="tree") as client:
         for _ in range(options.questions):
             question, answer = product(rng)
@@ -134,4 +140,4 @@ def main(options: Options) -> list[Vine]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    raise SystemExit(program.run("tree", main, Options))

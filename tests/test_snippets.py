@@ -24,7 +24,7 @@ OTHERS = (
     "docs/install.md",
     "docs/integrations.md",
     "docs/metrics.md",
-    "docs/plugs.md",
+    "docs/integrations.md",
 )
 PAGES = {
     str(path.relative_to(ROOT)): found

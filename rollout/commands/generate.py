@@ -1,21 +1,22 @@
 """`rollout generate`: prompts of a JSONL file in, one JSON object a sample out.
 
 In, one object a line:   {"messages": [{"role": "user", "content": "…"}]}   through the model's chat template
-                         {"prompt": "text"}                                tokenised as it stands
+                         {"prompt": "text"}                                tokenized as it stands
                          {"token_ids": [1, 42, 7]}                         as given
-        with an optional "id"; without it a line's id is its number, from 0.
-Out, as samples finish:  {"group_id", "index", "text", "token_ids", "logprobs", "finish_reason", "weight_versions",
-                          "prompt_tokens", "error"}
+        with an optional "id"; without it a line's id is its number, from 0. Other fields are copied to the samples.
+Out, as samples finish:  {"group_id", "index", "prompt", "text", "token_ids", "logprobs", "finish_reason", "weight_versions",
+                          "prompt_tokens", "error"} and the fields of the line
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 from tqdm import tqdm
@@ -23,47 +24,134 @@ from tqdm import tqdm
 from rollout import models
 from rollout.client.text import text_of
 from rollout.commands.connecting import connected
-from rollout.config import Config, InputError
+from rollout.commands.interrupt import STATUS
+from rollout.commands.lines import counted
+from rollout.commands.progress import Phases
+from rollout.commands.sample_file import Prompt, complete_groups, keep_groups, open_out
+from rollout.config import Config, InputError, nearest
 from rollout.engine.types import Sample, Sampling
 from rollout.process import service_process
 
+WAYS = ("messages", "prompt", "token_ids")
+"""fields of which a line has exactly one"""
+OWN = (
+    *("group_id", "index", "prompt", "text", "token_ids", "logprobs", "finish_reason", "weight_versions", "prompt_tokens"),
+    *("raw_logprobs", "error"),
+)
+"""fields of a sample, which no copied field may have"""
 
-class PromptLine(msgspec.Struct, forbid_unknown_fields=True):
+
+class PromptLine(msgspec.Struct):
     """One line of the prompts file: exactly one of messages, prompt and token_ids."""
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
     token_ids: list[int] | None = None
     id: str | int | None = None
+    fields: dict[str, Any] = {}
+    """other fields, which are copied to the samples"""
 
 
-def run(prompts: str, out: str, sampling: Sampling, address: str | None, config: Config, tokenizer: str | None = None) -> int:
-    """Sample the prompts of a file. Returns the exit status: 0, or 1 if a sample ended in an error.
+class RunFiles(NamedTuple):
+    """Paths of a run. out: - = standard output. resume: keep the samples that `out` has."""
+
+    prompts: str
+    out: str
+    resume: bool = False
+
+
+class Written:
+    """Counts what was written, for the bar and the summary."""
+
+    def __init__(self) -> None:
+        self.samples = self.tokens = self.failed = 0
+        self.began = time.perf_counter()
+
+    @property
+    def rate(self) -> float:
+        """Return tokens per second."""
+        return self.tokens / max(1e-9, time.perf_counter() - self.began)
+
+    def add(self, sample: Sample) -> None:
+        self.samples += 1
+        self.tokens += len(sample.token_ids)
+        self.failed += sample.finish_reason == "error"
+
+    def summary(self) -> str:
+        """Describe the run in one line."""
+        mean = self.tokens / max(1, self.samples)
+        seconds = time.perf_counter() - self.began
+        return (
+            f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')} (mean length {mean:.0f}) in {seconds:.1f} s: "
+            f"{self.rate:,.0f} tokens/s"
+        )
+
+
+def run(files: RunFiles, sampling: Sampling, address: str | None, config: Config, tokenizer: str | None = None) -> int:
+    """Sample the prompts of a file. Returns the exit status: 0, 1 if a sample ended in an error, or 130 after Ctrl-C.
 
     address: a running service; None starts one with `config` for this run. tokenizer: a model as `models.resolve` takes
     it; None = the service's own. Raises InputError before anything is started.
     """
-    lines = read_lines(Path(prompts))
+    lines = read_lines(Path(files.prompts))
     ids = group_ids(lines)
+    if files.resume and files.out == "-":
+        raise InputError("--resume with --out -: name the file that has the samples of the first run")
     with ExitStack() as stack:
-        sink = stack.enter_context(open_out(out))
+        sink = stack.enter_context(open_out(files.out))
         if address is None:
-            models.resolve(config.engine.model)  # a download or conversion belongs to this terminal
-            address = stack.enter_context(service_process(config)).endpoint
+            address = start(stack, config)
         client = stack.enter_context(connected(address, "rollout generate"))
         coder = models.load_tokenizer(models.resolve(tokenizer or client.info.model))
-        tokens = [encode(coder, line, number) for number, line in enumerate(lines, 1)]
-        if out != "-" and sink.seekable():  # not before there is something to put in the place of what the file has
+        prompts = [prompt_of(coder, line, id, number) for number, (line, id) in enumerate(zip(lines, ids, strict=True), 1)]
+        todo = prompts
+        if files.resume:
+            todo = not_done(Path(files.out), prompts, sampling.n)
+            sink = stack.enter_context(open_out(files.out))  # the file was replaced
+        elif files.out != "-" and sink.seekable():  # not before there is something to put in the place of what the file has
             sink.truncate(0)
-        bar = stack.enter_context(tqdm(total=len(tokens) * sampling.n, unit="sample", disable=None))
-        failed = 0
-        for sample in client.generate(tokens, sampling, group_ids=ids):
-            sink.write(json.dumps(record(sample, coder), ensure_ascii=False) + "\n")
-            failed += sample.finish_reason == "error"
-            bar.update()
-    if failed:
-        print(f"rollout generate: {failed} samples ended in an error; their lines say why", file=sys.stderr)
-    return 1 if failed else 0
+        samples = client.generate([one.token_ids for one in todo], sampling, group_ids=[one.id for one in todo])
+        rows = {one.id: (one.text, line.fields) for one, line in zip(prompts, lines, strict=True)}
+        return write(sink, samples, rows, coder, len(todo) * sampling.n)
+
+
+def start(stack: ExitStack, config: Config) -> str:
+    """Start a service for this run. Returns its address."""
+    with Phases("rollout generate") as progress:
+        progress.begin(f"opening {config.engine.model}")
+        models.resolve(config.engine.model)  # a download or conversion belongs to this terminal
+        progress.begin(f"starting a service of {config.engine.model}")
+        return stack.enter_context(service_process(config)).endpoint
+
+
+def not_done(out: Path, prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+    """Return the prompts that the file has not all samples of, and drop from it what it has of these. Raises InputError."""
+    done = complete_groups(out, {one.id: one for one in prompts}, n)
+    keep_groups(out, done)
+    print(f"rollout generate: {counted(len(done), 'prompt')} of {len(prompts):,} already done", file=sys.stderr)
+    return [one for one in prompts if one.id not in done]
+
+
+def write(
+    sink: TextIO, samples: Iterable[Sample], rows: Mapping[str, tuple[str, dict[str, Any]]], coder: Any, total: int
+) -> int:
+    """Write samples as they come, show a bar on a terminal, and print a summary. Returns the exit status.
+
+    rows: text and further fields of each prompt, by id."""
+    written, stopped = Written(), ""
+    with tqdm(total=total, unit="sample", disable=None, dynamic_ncols=True) as bar:
+        try:
+            for sample in samples:
+                text, fields = rows[sample.group_id]
+                sink.write(json.dumps({**record(sample, coder, text), **fields}, ensure_ascii=False) + "\n")
+                written.add(sample)
+                bar.set_postfix_str(f"{written.rate:.0f} tokens/s", refresh=False)
+                bar.update()
+        except KeyboardInterrupt:
+            stopped = f"stopped, --resume generates the other {total - written.samples:,}: "
+    errors = f"; {counted(written.failed, 'sample')} ended in an error, see their lines" if written.failed else ""
+    print(f"rollout generate: {stopped}{written.summary()}{errors}", file=sys.stderr)
+    return STATUS if stopped else 1 if written.failed else 0
 
 
 def read_lines(path: Path) -> list[PromptLine]:
@@ -74,21 +162,33 @@ def read_lines(path: Path) -> list[PromptLine]:
         raise InputError(f"--prompts {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"--prompts {path}: {error}") from error
-    decoder = msgspec.json.Decoder(PromptLine)
     lines = []
     for number, raw in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
-        if not raw.strip():
-            raise InputError(f"{path}, line {number}: the line is empty, remove it")
         try:
-            line = decoder.decode(raw)
-        except msgspec.DecodeError as error:
+            lines.append(read_line(raw))
+        except (InputError, msgspec.DecodeError) as error:
             raise InputError(f"{path}, line {number}: {error}") from error
-        if sum(given is not None for given in (line.messages, line.prompt, line.token_ids)) != 1:
-            raise InputError(f"{path}, line {number}: give exactly one of messages, prompt and token_ids")
-        lines.append(line)
     if not lines:
         raise InputError(f"{path}: no prompts in it")
     return lines
+
+
+def read_line(raw: str) -> PromptLine:
+    """Read one line. Raises InputError, DecodeError."""
+    if not raw.strip():
+        raise InputError("the line is empty, remove it")
+    row = msgspec.json.decode(raw, type=dict[str, Any])
+    known = {name: row.pop(name) for name in (*WAYS, "id") if name in row}
+    line = msgspec.convert(known, PromptLine)
+    given = [name for name in WAYS if getattr(line, name) is not None]
+    if len(given) != 1:
+        hint = next((found for name in row if not given and (found := nearest(name, WAYS))), "")
+        has = f"; it has {', '.join([*known, *row]) or 'nothing'}"
+        raise InputError(f"give exactly one of {', '.join(WAYS)}{has}{hint}")
+    if taken := [name for name in row if name in OWN]:
+        raise InputError(f"{taken[0]!r} is a field of the samples, so it cannot be copied to them: rename it")
+    line.fields = row if line.messages is None else {"messages": line.messages, **row}
+    return line
 
 
 def group_ids(lines: list[PromptLine]) -> list[str]:
@@ -116,11 +216,18 @@ def encode(tokenizer: Any, line: PromptLine, number: int) -> list[int]:
         raise InputError(f"line {number}: the chat template refused it: {error}") from error
 
 
-def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+def prompt_of(tokenizer: Any, line: PromptLine, id: str, number: int) -> Prompt:
+    """Return the tokens of a line, and its text: as given, or decoded. Raises InputError as `encode`."""
+    token_ids = encode(tokenizer, line, number)
+    return Prompt(id, tokenizer.decode(token_ids) if line.prompt is None else line.prompt, token_ids)
+
+
+def record(sample: Sample, tokenizer: Any, prompt: str) -> dict[str, Any]:
     """Return the JSON object of one sample."""
     return {
         "group_id": sample.group_id,
         "index": sample.index,
+        "prompt": prompt,
         "text": text_of(tokenizer, sample),
         "token_ids": sample.token_ids.tolist(),
         "logprobs": sample.logprobs.tolist(),
@@ -130,17 +237,3 @@ def record(sample: Sample, tokenizer: Any) -> dict[str, Any]:
         **({"raw_logprobs": sample.raw_logprobs.tolist()} if sample.raw_logprobs is not None else {}),
         **({"error": sample.error} if sample.error is not None else {}),
     }
-
-
-@contextmanager
-def open_out(out: str) -> Iterator[TextIO]:
-    """Open the file of samples, whose content stays for now, or standard output. Raises InputError if it cannot be written."""
-    if out == "-":
-        yield sys.stdout
-        return
-    try:
-        file = Path(out).open("a", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise InputError(f"--out {out}: {error.strerror}") from error
-    with file:
-        yield file

@@ -19,7 +19,9 @@ def run(args: HttpArgs) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError, ModelNotFound, RolloutError."""
     try:
         from rollout.http.gateway import run as run_gateway
+        from rollout.http.request_log import log_to_stderr
         from rollout.http.settings import Settings
+        from rollout.http.upstream import model_name
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed: pip install -e '.[http]'") from error
     from rollout import models
@@ -33,22 +35,25 @@ def run(args: HttpArgs) -> int:
             admin_port=args.admin_port,
             token=token_of(args.token_file),
             allowed_hosts=args.allowed_hosts,
-            names=args.model_name,
+            names=args.served_model_name,
             overlong=args.overlong,
+            request_log=args.access_log,
         )
     except ValueError as error:
         raise InputError(str(error)) from error
     if args.ready_file and not Path(args.ready_file).absolute().parent.is_dir():
         raise InputError(f"--ready-file {args.ready_file}: its folder does not exist; create it first")
     models.hide_progress_bars()
+    log_to_stderr(args.log_level)
 
     def ready(url: str, admin: str) -> None:
-        where = url if admin == url else f"{url}, administrators at {admin}"
-        print(f"rollout: {client.info.model} of {args.address} at {where}", file=sys.stderr, flush=True)
+        where = f"{url}/v1" if admin == url else f"{url}/v1, administrators at {admin}"
+        names = ", ".join(settings.names or [model_name(client.info)])
+        print(f"rollout http: {names} of {args.address} at {where}; {url} lists the routes", file=sys.stderr, flush=True)
         if args.ready_file:
             write_atomically(Path(args.ready_file), f"{url}\n{admin}\n")
 
-    with connected(args.address, "rollout http") as client:
+    with connected(args.address, "rollout http", wait_s=args.wait) as client:
         tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
         gc.collect()
         gc.freeze()  # half a million objects of the tokenizer: collecting them takes as long as a hundred requests

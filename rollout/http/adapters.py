@@ -6,6 +6,7 @@ loaded, its name is another name of the model, and every name samples the sum. T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +14,10 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from rollout.engine.types import KVPolicy
-from rollout.http.control import step_of
+from rollout.http.control import ServiceControl, step_of
 from rollout.http.endpoints import Endpoints
 from rollout.http.errors import HttpError, bad, not_served
-from rollout.http.generation import GenerationService, checked_name
+from rollout.http.generation import checked_name
 from rollout.http.upstream import LoadedAdapter
 
 
@@ -41,12 +42,12 @@ class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AdapterRoutes:
-    """The routes, over one `GenerationService`."""
+    """The routes. names: of the model."""
 
-    def __init__(self, generation: GenerationService) -> None:
-        self._upstream, self._models = generation.upstream, generation.models
+    def __init__(self, control: ServiceControl, names: Sequence[str]) -> None:
+        self._control, self._upstream, self._names = control, control.upstream, names
 
-    def admin(self, endpoints: Endpoints) -> list[Route]:
+    def routes(self, endpoints: Endpoints) -> list[Route]:
         post = endpoints.post
         return [
             post("/load_lora_adapter", self.load, LoadAdapter),
@@ -58,15 +59,15 @@ class AdapterRoutes:
     async def load(self, request: Request, body: LoadAdapter) -> dict[str, Any]:
         """Merge an adapter into the base weights."""
         name, base = checked_name(body.lora_name, "lora_name"), body.base_model_name
-        if name in self._models:
+        if name in self._names:
             raise bad(f"lora_name={name!r}: is the model's own name; give another", "lora_name")
-        if base is not None and base not in self._models:
+        if base is not None and base not in self._names:
             raise HttpError(404, f"the model {base[:200]!r} is unknown", "base_model_name")
         with self._upstream.changing_weights():
             loaded = self._upstream.adapter
             if loaded is not None and loaded.name != name:
                 raise bad(f"adapter {loaded.name!r} is loaded, and only one at a time can be: unload it first", "lora_name")
-            version = await self._merge(body.lora_path, 1.0, step_of(body.lora_path), self._upstream.kv_policy)
+            version = await self._merge(body.lora_path, 1.0, step_of(body.lora_path), self._control.kv_policy)
             self._upstream.adapter = LoadedAdapter(body.lora_name, body.lora_path)
         return done(version, {body.lora_name: body.lora_path})
 
@@ -76,13 +77,13 @@ class AdapterRoutes:
             loaded = self._upstream.adapter
             if loaded is None or loaded.name != body.lora_name:
                 raise HttpError(404, f"no adapter {body.lora_name[:200]!r} is loaded", "lora_name")
-            version = await self._merge(loaded.path, 0.0, None, self._upstream.kv_policy)
+            version = await self._merge(loaded.path, 0.0, None, self._control.kv_policy)
             self._upstream.adapter = None
         return done(version, {})
 
     async def _merge(self, path: str, scale: float, version: int | None, kv: KVPolicy) -> int:
         """Add `scale` times the adapter to the base weights. Returns the live version. Raises as `Upstream.refresh`, and
-        HttpError 501."""
+        HttpError if peft is not installed."""
         merge = self._upstream.client.refresh_lora
         try:
             return await self._upstream.refresh(

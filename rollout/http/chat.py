@@ -48,8 +48,14 @@ class ChatRequest(VllmRequest, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    service_tier: str | None = None
+    # change no sample
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
     @property
     def with_tools(self) -> bool:
@@ -104,6 +110,7 @@ class ChatRoutes:
         ]
 
     async def chat(self, request: Request, body: ChatRequest) -> Any:
+        """Sample the next message of a conversation."""
         generation = self._generation
         head: dict[str, Any] = {"created": int(time.time()), "model": generation.model(body.model)}
         refuse_unsupported(body)
@@ -120,7 +127,7 @@ class ChatRoutes:
         generation.check_samples([group])
         prompt = ChatPrompt(session, messages, template, group)
         if body.stream:
-            return EventStream(request, self._events(prompt, body, head | {"object": "chat.completion.chunk"}))
+            return EventStream(request, self._events(request, prompt, body, head | {"object": "chat.completion.chunk"}))
         (samples,) = await generation.sample(request, [group])
         choices = [self._whole_choice(sample, prompt, body) for sample in samples]
         if body.return_token_ids:
@@ -180,12 +187,12 @@ class ChatRoutes:
         rows = zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), top_tokens(tokens), strict=True)
         return {"content": [entry(id, logprob) | {"top_logprobs": [entry(*one) for one in top]} for id, logprob, top in rows]}
 
-    async def _events(self, prompt: ChatPrompt, body: ChatRequest, head: dict[str, Any]) -> Contents:
+    async def _events(self, request: Request, prompt: ChatPrompt, body: ChatRequest, head: dict[str, Any]) -> Contents:
         """Yield the events of a stream. Text from the first tool call on is sent at the end, as calls."""
         group, finished = prompt.group, list[Sample]()
         sent: dict[int, int] = {}
         """characters that were sent, by choice"""
-        async with aclosing(self._generation.stream([group])) as chunks:
+        async with aclosing(self._generation.stream(request, [group])) as chunks:
             async for chunk in chunks:
                 event, delta = head, {"content": chunk.text}
                 choice = {"index": chunk.index, "delta": delta, "logprobs": self._logprobs(chunk, body), "finish_reason": None}
@@ -206,6 +213,7 @@ class ChatRoutes:
             yield head | {"choices": [], "usage": usage([group], finished)}
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> dict[str, Any]:
+        """Encode a prompt, or a conversation with the model's chat template."""
         generation, prompts = self._generation, self._generation.prompts
         generation.model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -223,6 +231,7 @@ class ChatRoutes:
         return {"count": len(ids), "max_model_len": generation.upstream.info.context, "tokens": ids, "token_strs": texts}
 
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+        """Decode token ids."""
         self._generation.model(body.model)
         info = self._generation.upstream.info
         if len(body.tokens) > info.context:
@@ -240,6 +249,13 @@ def refuse_unsupported(body: ChatRequest) -> None:
     if body.tool_choice not in (None, "auto", "none"):
         choice = f"tool_choice={body.tool_choice!r}"[:200]
         raise not_served(choice, "use auto, and search the response for a call", "tool_choice")
+    if body.reasoning_effort is not None:
+        instead = "leave it out, or set what the model's template reads, such as chat_template_kwargs.enable_thinking"
+        raise not_served(f"reasoning_effort={body.reasoning_effort!r}"[:200], instead, "reasoning_effort")
+    if body.service_tier not in (None, "auto", "default"):
+        raise not_served(f"service_tier={body.service_tier!r}"[:200], "give priority, lower values first", "service_tier")
+    if body.modalities not in (None, ["text"]):
+        raise not_served(f"modalities={body.modalities!r}"[:200], "this service samples text only", "modalities")
     if body.continue_final_message:
         raise not_served("continue_final_message", "POST /v1/completions with the ids so far", "continue_final_message")
     if body.add_generation_prompt is False:

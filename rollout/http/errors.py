@@ -36,7 +36,7 @@ STATUS: dict[type[RolloutError], int] = {
     LimitExceeded: 400,
     WeightsRefused: 400,
     SourceUnreachable: 400,
-    IdConflict: 409,
+    IdConflict: 500,
     Busy: 503,
     StaleWeights: 503,
     ServiceLost: 503,
@@ -46,10 +46,12 @@ STATUS: dict[type[RolloutError], int] = {
 }
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """raised by a JSON decoder; RecursionError: nested too deeply"""
-TYPES = {401: "authentication_error", 404: "not_found_error", 501: "not_implemented_error"}
+TYPES = {401: "authentication_error", 404: "not_found_error"}
 MAX_MESSAGE = 2000
 """characters"""
-RETRY_AFTER = {503: "1"}
+RETRY = {503: {"retry-after": "1"}, 500: {"x-should-retry": "false"}}
+"""headers by status. OpenAI's client repeats a request with 408, 409, 429 or 5xx unless `x-should-retry` forbids it. It would
+fail again after a 500, not after a 503"""
 
 
 class HttpError(Exception):
@@ -66,8 +68,8 @@ def bad(message: str, param: str | None = None) -> HttpError:
 
 
 def not_served(what: str, instead: str, param: str | None = None) -> HttpError:
-    """Make the error of an unsupported feature. instead: the alternative."""
-    return HttpError(501, f"{what} is not supported: {instead}", param)
+    """Make the error of an unsupported feature. instead: the alternative. Not 501: clients repeat what has a status of 5xx."""
+    return HttpError(400, f"{what} is not supported: {instead}", param)
 
 
 def status_of(error: Exception) -> int:
@@ -100,8 +102,7 @@ def response_of(error: Exception) -> Response:
         log.error("request failed", exc_info=error)
         message = f"the gateway failed on this request: {type(error).__name__}"
     param = error.param if isinstance(error, HttpError) else None
-    headers = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else None
-    return Response(body_of(status, message, kind, param), status, headers, "application/json")
+    return Response(body_of(status, message, kind, param), status, RETRY.get(status), "application/json")
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
@@ -111,8 +112,6 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of Starlette's router
         path = request.scope["path"][:200]
         allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
-        message = (
-            f"{path} takes {', '.join(allowed)}" if allowed != [""] else f"there is no {path!r}: docs/http.md lists the routes"
-        )
+        message = f"{path} takes {', '.join(allowed)}" if allowed != [""] else f"there is no {path!r}: GET / lists the routes"
         error = HttpError(error.status_code, message)
     return response_of(error)

@@ -19,7 +19,7 @@ from rollout.config import InputError
 from rollout.http.access import AccessMiddleware
 from rollout.http.adapters import AdapterRoutes
 from rollout.http.chat import ChatRoutes
-from rollout.http.control import Control, SGLangControl, VllmControl, unsupported_routes
+from rollout.http.control import ServiceControl, SGLangControl, VllmControl, unsupported_routes
 from rollout.http.endpoints import Endpoint, Endpoints
 from rollout.http.errors import HttpError, handle_error
 from rollout.http.generation import GenerationService
@@ -39,11 +39,11 @@ from rollout.http.vllm import CompletionRoutes
 def main_and_admin(generation: GenerationService, settings: Settings, url: str) -> tuple[list[Route], list[Route]]:
     """Make the routes of the main port and, if there is one, of the administrators' port."""
     endpoints = Endpoints(settings.limits)
-    completions, control, names = CompletionRoutes(generation), Control(generation), generation.models
+    completions, control, names = CompletionRoutes(generation), ServiceControl(generation), generation.models
     sampling = (completions, ChatRoutes(generation), SGLangRoutes(generation))
     controlling = (VllmControl(control), SGLangControl(control), AdapterRoutes(control, names))
     work = [route for each in sampling for route in each.routes(endpoints)]  # first: the router searches in order
-    metrics = endpoints.get("/metrics", metrics_handler(generation.upstream, names[0]))
+    metrics = endpoints.get("/metrics", metrics_handler(generation.upstream, generation.meter, names[0]))
     status = [*StatusRoutes(generation, url).routes(endpoints), metrics]
     admin, missing = [route for each in controlling for route in each.routes(endpoints)], unsupported_routes(endpoints)
     if settings.admin_port is None:

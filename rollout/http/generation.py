@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Collection, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from rollout.client.handle import Handle
 from rollout.engine.types import Group, Sample, Sampling, TokenChunk
 from rollout.http.endpoints import unless_disconnected
 from rollout.http.errors import HttpError, bad
+from rollout.http.metrics import RequestMeter
 from rollout.http.prompt_pool import PromptPool
 from rollout.http.request_log import count_tokens
 from rollout.http.requests import Part, PromptRequest, RequestQueue, Submit
@@ -57,6 +59,7 @@ class GenerationService:
         self.limits = settings.limits
         self.models = settings.names or (model_name(upstream.info),)
         """names of the model; responses use the first unless the request has another"""
+        self.meter = RequestMeter()
         self._overlong = settings.overlong
         self._queue = RequestQueue(upstream.client, settings.limits)
         self._numbers = itertools.count()
@@ -133,7 +136,7 @@ class GenerationService:
         Raises the service's typed error of the first group that fails, HttpError for a failed sample, ClientDisconnect."""
         made = [PromptRequest(group.prompt, group.sampling, names=group.names) for group in groups if group.sampling.max_tokens]
         await unless_disconnected(request, self._finish(made))
-        count_tokens(request, *token_counts(made))
+        self._count(request, made)
         finished = iter(made)
         return [next(finished).samples if group.sampling.max_tokens else empty_samples(group) for group in groups]
 
@@ -150,6 +153,7 @@ class GenerationService:
                 ready.set()
 
         running: dict[int, PromptRequest] = {}
+        began, silent = time.monotonic(), set(range(len(groups)))
         for i, group in enumerate(groups):
             if group.sampling.max_tokens:
                 running[i] = PromptRequest(group.prompt, group.sampling, partial(arrive, i), group.names)
@@ -167,6 +171,9 @@ class GenerationService:
                         continue
                     if isinstance(part, Sample):
                         self._check_sample(part)
+                    if number in silent:
+                        silent.remove(number)
+                        self.meter.first_token_s.add(time.monotonic() - began)
                     chunk = decoders[number].decode(part)
                     if chunk is not None:
                         yield chunk
@@ -175,7 +182,7 @@ class GenerationService:
                     ready.clear()
         finally:
             self._queue.close(requests)
-            count_tokens(request, *token_counts(requests))
+            self._count(request, requests)
 
     async def score(self, request: Request, groups: Sequence[PromptGroup], top_logprobs: int) -> list[Sample | None]:
         """Score prompts at temperature 1. Returns for each a sample whose tokens are those after the first; None for a prompt
@@ -205,6 +212,16 @@ class GenerationService:
         finally:
             self._queue.close(requests)
 
+    def _count(self, request: Request, requests: Sequence[PromptRequest]) -> None:
+        """Count the prompts and the finished samples of a request, in the log and the metrics."""
+        samples = [sample for each in requests for sample in each.samples]
+        count_tokens(request, sum(len(each.prompt) for each in requests), sum(len(sample.token_ids) for sample in samples))
+        for each in requests:
+            self.meter.prompt_tokens.add(len(each.prompt))
+        for sample in samples:
+            self.meter.sample_s.add(sample.seconds)
+            self.meter.sample_tokens.add(len(sample.token_ids))
+
     def _check_sample(self, sample: Sample) -> None:
         if sample.finish_reason == "error":
             raise HttpError(500, f"the service failed on sample {sample.index}: {sample.error}")
@@ -220,12 +237,6 @@ class GenerationService:
             return self._queue.abort()
         selected = frozenset(names)
         return self._queue.abort(lambda request: not selected.isdisjoint(request.names))
-
-
-def token_counts(requests: Sequence[PromptRequest]) -> tuple[int, int]:
-    """Count the tokens of prompts, and of finished samples."""
-    sampled = sum(len(sample.token_ids) for request in requests for sample in request.samples)
-    return sum(len(request.prompt) for request in requests), sampled
 
 
 def empty_samples(group: PromptGroup) -> list[Sample]:

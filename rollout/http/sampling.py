@@ -1,6 +1,6 @@
 """Sampling parameters of vLLM and SGLang, converted to `Sampling`.
 
-A field is either part of `Sampling`, or accepted because it changes nothing, or unsupported (501, with an alternative), or
+A field is either part of `Sampling`, or accepted because it changes nothing, or unsupported (400, with an alternative), or
 unknown (400). Nothing is clamped or dropped.
 """
 
@@ -108,7 +108,7 @@ class SGLangSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
 
 
 def refuse_unsupported(params: msgspec.Struct) -> None:
-    """Raise HttpError 501 for the first unsupported field that is not neutral."""
+    """Raise HttpError for the first unsupported field that is not neutral."""
     for name in unsupported_fields(type(params)):
         value = getattr(params, name)
         if value is None or value in NEUTRAL:

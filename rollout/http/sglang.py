@@ -1,4 +1,4 @@
-"""SGLang's API, as slime and AReaL use it.
+"""SGLang's route for tokens, `/generate`, as slime and AReaL use it.
 
 A pause ends running requests ("abort", with the tokens so far). AReaL labels a response with the version at its end, so a
 sample that continued under new weights would have the wrong label. A response has the version that made its last token.
@@ -15,9 +15,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.routing import Route
 
-from rollout.engine.types import KVPolicy, Sample
-from rollout.http.control import FILES, load_folder, refusing, wake
-from rollout.http.endpoints import Endpoints, EventStream, only_parameters, unless_disconnected
+from rollout.engine.types import Sample
+from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import GenerationService, PromptGroup, checked_name
 from rollout.http.responses import Contents, top_tokens
@@ -29,16 +28,6 @@ NEW_TOKENS = 128
 GROWTH = 8
 """an event repeats all tokens so far, so it is sent once there is an eighth more: all events together are some 9 times the
 response"""
-FILES_HERE = FILES.replace("/update_weights", "/update_weights_from_disk")
-UNSUPPORTED = {
-    "/update_weights_from_distributed": FILES_HERE,
-    "/update_weights_from_tensor": FILES_HERE,
-    "/init_weights_update_group": FILES_HERE,
-    "/destroy_weights_update_group": FILES_HERE,
-    "/weights_checker": "use rollout.client.weights_status",
-    "/start_profile": "profile the service's process",
-    "/stop_profile": "profile the service's process",
-}
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -62,41 +51,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_ids_logprob: Any = None
 
 
-class UpdateFromDisk(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /update_weights_from_disk."""
-
-    model_path: str
-    load_format: str | None = None
-    weight_version: str | int | None = None
-    abort_all_requests: bool = False
-    flush_cache: bool = True
-    is_async: bool = False
-    torch_empty_cache: bool = False
-    keep_pause: bool = False
-    recapture_cuda_graph: bool = False
-    token_step: int = 0
-
-
-class PauseRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of /pause_generation."""
-
-    mode: str = "abort"
-
-
-class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of /abort_request."""
-
-    rid: str | None = None
-    abort_all: bool = False
-    abort_message: str | None = None
-
-
-class MemoryTags(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of /release_memory_occupation and /resume_memory_occupation."""
-
-    tags: list[str] | None = None
-
-
 class SGLangPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request to /generate."""
 
@@ -110,44 +64,16 @@ class SGLangPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SGLangRoutes:
-    """The routes, over one `GenerationService`.
+    """The route, over one `GenerationService`."""
 
-    Args:
-        url: of this gateway, which reports itself as a router with one worker.
-    """
+    def __init__(self, generation: GenerationService) -> None:
+        self._generation, self._upstream = generation, generation.upstream
 
-    def __init__(self, generation: GenerationService, url: str) -> None:
-        self._generation, self._upstream, self._url = generation, generation.upstream, url
-
-    def public(self, endpoints: Endpoints) -> list[Route]:
-        """Make the routes that sample, and those that change nothing."""
-        get, post = endpoints.get, endpoints.post
-        return [
-            post("/generate", self.generate, GenerateRequest),
-            get("/model_info", self.model_info),
-            get("/get_model_info", self.model_info),
-            get("/v1/loads", self.loads),
-            get("/flush_cache", self.flush_cache),
-            post("/flush_cache", self.flush_cache),
-            get("/workers", self.workers),
-        ]
-
-    def admin(self, endpoints: Endpoints) -> list[Route]:
-        """Make the routes that control the service."""
-        post = endpoints.post
-        return [
-            post("/update_weights_from_disk", self.update_from_disk, UpdateFromDisk),
-            post("/pause_generation", self.pause, PauseRequest),
-            post("/continue_generation", self.resume),
-            post("/abort_request", self.abort, AbortRequest),
-            post("/release_memory_occupation", self.release, MemoryTags),
-            post("/resume_memory_occupation", self.take_back, MemoryTags),
-            *(post(path, refusing(path, instead)) for path, instead in UNSUPPORTED.items()),
-        ]
-
-    # /generate
+    def routes(self, endpoints: Endpoints) -> list[Route]:
+        return [endpoints.post("/generate", self.generate, GenerateRequest)]
 
     async def generate(self, request: Request, body: GenerateRequest) -> Any:
+        """Sample one or several prompts."""
         generation = self._generation
         generation.model(body.model)
         self._refuse_unsupported(body)
@@ -169,7 +95,7 @@ class SGLangRoutes:
             for id, group, own, score, at in zip(ids, groups, own_params, scores, first, strict=False)
         ]
         if body.stream:
-            return EventStream(request, self._events(made, body))
+            return EventStream(request, self._events(request, made, body))
         samples = await generation.sample(request, groups)
         answers = [
             self._answer(prompt, sample, body) for prompt, children in zip(made, samples, strict=True) for sample in children
@@ -177,7 +103,7 @@ class SGLangRoutes:
         return answers if batched or len(answers) > 1 else answers[0]
 
     def _refuse_unsupported(self, body: GenerateRequest) -> None:
-        """Raise HttpError 501 for unsupported fields, and for an adapter that is not loaded."""
+        """Raise HttpError for unsupported fields, and for an adapter that is not loaded."""
         for name in ("return_routed_experts", "return_hidden_states", "token_ids_logprob", "image_data"):
             if getattr(body, name) not in (*NEUTRAL, 0):
                 raise not_served(name, "send text" if name == "image_data" else "leave it out", name)
@@ -238,12 +164,12 @@ class SGLangRoutes:
             meta["input_token_logprobs"] = [] if score is None else entries(score.logprobs, score.token_ids.tolist())[start:]
         return meta
 
-    async def _events(self, prompts: list[SGLangPrompt], body: GenerateRequest) -> Contents:
+    async def _events(self, request: Request, prompts: list[SGLangPrompt], body: GenerateRequest) -> Contents:
         """Yield the events of a stream; each has all tokens of a child so far."""
         so_far: dict[int, list[TextChunk]] = {}
         sent: dict[int, int] = {}
         """tokens in the last event of each child"""
-        async with aclosing(self._generation.stream([prompt.group for prompt in prompts])) as chunks:
+        async with aclosing(self._generation.stream(request, [prompt.group for prompt in prompts])) as chunks:
             async for chunk in chunks:
                 prompt = prompts[chunk.group]
                 index = prompt.first + chunk.index
@@ -263,71 +189,6 @@ class SGLangRoutes:
         logprobs = np.concatenate([chunk.logprobs for chunk in so_far])
         meta = self._meta(prompt, ids, logprobs, self._upstream.version, body)
         return {"text": "".join(chunk.text for chunk in so_far), "output_ids": ids, "meta_info": meta, "index": index}
-
-    # status
-
-    async def model_info(self, request: Request) -> dict[str, Any]:
-        await self._upstream.status()
-        model, version = self._upstream.info.model, str(self._upstream.version)
-        return {"model_path": model, "tokenizer_path": model, "is_generation": True, "weight_version": version}
-
-    async def loads(self, request: Request) -> dict[str, Any]:
-        only_parameters(request, "include", "dp_rank")
-        status = await self._upstream.status()
-        running, waiting = int(status.get("running", 0)), int(status.get("waiting", 0))
-        total = running + waiting
-        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
-        sums = {"num_reqs": total, "num_total_reqs": total}
-        aggregate = {"total_reqs": total, "total_running_reqs": running, "total_waiting_reqs": waiting}
-        return {"loads": [load | sums], "aggregate": aggregate, **sums}
-
-    async def flush_cache(self, request: Request) -> dict[str, Any]:
-        """Do nothing: KV blocks record their weight version, and those of other versions are not used unless requested."""
-        return {"success": True}
-
-    async def workers(self, request: Request) -> dict[str, Any]:
-        worker = {"id": "0", "url": self._url, "worker_type": "regular", "is_healthy": True}
-        return {"workers": [worker], "total": 1, "urls": [self._url]}
-
-    # control
-
-    async def update_from_disk(self, request: Request, body: UpdateFromDisk) -> dict[str, Any]:
-        if body.load_format not in (None, "auto", "safetensors"):
-            raise not_served(f"load_format={body.load_format!r}"[:200], "write safetensors", "load_format")
-        version = str(body.weight_version) if body.weight_version is not None else ""
-        wanted = int(version) if version.isdecimal() and len(version) < 19 else None
-        kv: KVPolicy = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"
-        live = await load_folder(self._upstream, body.model_path, wanted, kv, "model_path")
-        return {"success": True, "message": f"version {live} is live", "num_paused_requests": 0, "weight_version": str(live)}
-
-    async def pause(self, request: Request, body: PauseRequest) -> dict[str, Any]:
-        if body.mode not in ("abort", "in_place", "retract"):
-            raise bad(f"mode={body.mode!r}: must be abort, in_place or retract"[:200], "mode")
-        await self._upstream.control(self._upstream.client.pause)
-        if body.mode == "abort":
-            await self._upstream.control(self._upstream.client.abort_all)
-        self._upstream.kv_policy = "keep" if body.mode == "in_place" else "recompute"
-        return {"status": "ok", "success": True}
-
-    async def resume(self, request: Request) -> dict[str, Any]:
-        await self._upstream.control(self._upstream.client.resume)
-        return {"status": "ok", "success": True}
-
-    async def abort(self, request: Request, body: AbortRequest) -> dict[str, Any]:
-        if not body.abort_all and not body.rid:
-            raise bad("give rid, or abort_all", "rid")
-        return {"success": True, "aborted": self._generation.abort(None if body.abort_all else [body.rid or ""])}
-
-    async def release(self, request: Request, body: MemoryTags) -> dict[str, Any]:
-        if body.tags:
-            raise not_served(
-                "tags", "leave it out: weights and KV are released together, and may be resumed one by one", "tags"
-            )
-        return {"success": True, "freed_bytes": await self._upstream.control(self._upstream.client.sleep)}
-
-    async def take_back(self, request: Request, body: MemoryTags) -> dict[str, Any]:
-        await wake(self._upstream, body.tags)
-        return {"success": True}
 
 
 def entries(logprobs: np.ndarray, ids: list[int]) -> list[list[Any]]:

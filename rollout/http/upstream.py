@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import KVPolicy, Refreshed
+from rollout.engine.types import Refreshed
 from rollout.http.errors import bad
 from rollout.transport.errors import Busy
 from rollout.transport.messages import Welcome
@@ -40,8 +40,6 @@ class Upstream:
 
     def __init__(self, client: RolloutClient, status_age_s: float) -> None:
         self.client = client
-        self.kv_policy: KVPolicy = "keep"
-        """for updates whose request has no policy of its own: set by the last pause, read when the update begins"""
         self.adapter: LoadedAdapter | None = None
         """loaded through this process"""
         self._loop = asyncio.get_running_loop()

@@ -119,16 +119,18 @@ class CompletionRoutes:
         ]
 
     async def models(self, request: Request) -> dict[str, Any]:
+        """List the names of the model, and of the loaded adapter."""
         upstream, names = self._generation.upstream, self._generation.models
-        context, root = upstream.info.context, upstream.info.model
-        cards = [ModelCard(id=name, max_model_len=context, root=root) for name in names]
+        context = upstream.info.context
+        cards = [ModelCard(id=name, max_model_len=context, root=names[0]) for name in names]
         if (adapter := upstream.adapter) is not None:
-            cards.append(ModelCard(id=adapter.name, max_model_len=context, root=adapter.path, parent=names[0]))
+            cards.append(ModelCard(id=adapter.name, max_model_len=context, root=adapter.name, parent=names[0]))
         return {"object": "list", "data": cards}
 
     # /inference/v1/generate
 
     async def generate(self, request: Request, body: TokensRequest) -> Any:
+        """Sample from token ids."""
         generation, params = self._generation, body.sampling_params
         generation.model(body.model)
         for field in ("features", "content_parts", "kv_transfer_params"):
@@ -143,7 +145,7 @@ class CompletionRoutes:
         group = generation.group(body.token_ids, sampling, {id})
         generation.check_samples([group])
         if stream:
-            return EventStream(request, self._generate_events(group, body, id))
+            return EventStream(request, self._generate_events(request, group, body, id))
         scores: list[Sample | None] = []
         if params.prompt_logprobs is not None:
             scores = await generation.score(request, [group], params.prompt_logprobs)
@@ -164,9 +166,9 @@ class CompletionRoutes:
         choice: dict[str, Any] = {"index": tokens.index, "token_ids": tokens.token_ids.tolist(), "logprobs": logprobs}
         return choice | finish(group.sampling, sample)
 
-    async def _generate_events(self, group: PromptGroup, body: TokensRequest, id: str) -> Contents:
+    async def _generate_events(self, request: Request, group: PromptGroup, body: TokensRequest, id: str) -> Contents:
         finished: list[Sample] = []
-        async with aclosing(self._generation.stream([group])) as chunks:
+        async with aclosing(self._generation.stream(request, [group])) as chunks:
             async for chunk in chunks:
                 finished += [chunk.sample] if chunk.sample is not None else []
                 yield {"request_id": id, "choices": [self._tokens_choice(group, chunk, chunk.sample, body)]}
@@ -176,6 +178,7 @@ class CompletionRoutes:
     # /v1/completions
 
     async def completions(self, request: Request, body: CompletionRequest) -> Any:
+        """Sample from text or token ids, of one prompt or several."""
         generation = self._generation
         head: dict[str, Any] = {"object": "text_completion", "created": int(time.time()), "model": generation.model(body.model)}
         if body.suffix:
@@ -187,7 +190,7 @@ class CompletionRoutes:
         groups = [self._group(ids, body, names, stream) for ids in prompts]
         generation.check_samples(groups)
         if stream:
-            return EventStream(request, self._completion_events(groups, body, head))
+            return EventStream(request, self._completion_events(request, groups, body, head))
         top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
         scores: list[Sample | None] = await generation.score(request, groups, top) if scored else [None] * len(groups)
         samples = await generation.sample(request, groups)
@@ -263,12 +266,14 @@ class CompletionRoutes:
     def _name(self, body: CompletionRequest) -> Callable[[int], str]:
         return id_name if body.return_tokens_as_token_ids else self._generation.text.token
 
-    async def _completion_events(self, groups: list[PromptGroup], body: CompletionRequest, head: dict[str, Any]) -> Contents:
+    async def _completion_events(
+        self, request: Request, groups: list[PromptGroup], body: CompletionRequest, head: dict[str, Any]
+    ) -> Contents:
         first_choice = [0, *itertools.accumulate(group.sampling.n for group in groups)]
         finished: list[Sample] = []
         lengths: dict[int, int] = {}
         """characters of the tokens that were sent, by choice"""
-        async with aclosing(self._generation.stream(groups)) as chunks:
+        async with aclosing(self._generation.stream(request, groups)) as chunks:
             async for chunk in chunks:
                 group, index = groups[chunk.group], first_choice[chunk.group] + chunk.index
                 choice = self._choice(index, group, chunk, chunk.text, body, lengths.get(index))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.types import Group, Sample
+from rollout.metrics.histogram import SECONDS, TOKENS, Histogram, Histograms
 
 Row = dict[str, float]
 Counts = Mapping[str, Any]
@@ -217,6 +218,7 @@ class SampleMeter:
         """when it was whole, seconds of its slowest child, spread of all"""
         self._live: dict[str, _Live] = {}
         self._samples = self._tokens = self._whole_groups = 0
+        self._seconds, self._lengths, self._prompts = Histogram(SECONDS), Histogram(TOKENS), Histogram(TOKENS)
 
     def begin(self, group: Group) -> None:
         if not group.score:
@@ -242,6 +244,10 @@ class SampleMeter:
         self._samples += len(drawn)
         self._tokens += sum(len(sample.token_ids) for sample in drawn)
         for sample in drawn:
+            if sample.finish_reason in ("stop", "length"):
+                self._seconds.add(sample.seconds)
+                self._lengths.add(len(sample.token_ids))
+                self._prompts.add(sample.prompt_tokens)
             live = self._live.get(sample.group_id)
             if live is None:
                 continue
@@ -254,6 +260,14 @@ class SampleMeter:
     def _submitted(self, sample: Sample) -> int:
         live = self._live.get(sample.group_id)
         return 0 if live is None else live.submitted.get(sample.index, 0)
+
+    def histograms(self) -> Histograms:
+        """Return all samples since the start that ended by themselves, by duration and length."""
+        return {
+            "rollout/sample_seconds": self._seconds.buckets(),
+            "rollout/length_tokens": self._lengths.buckets(),
+            "rollout/prompt_tokens": self._prompts.buckets(),
+        }
 
     def row(self, now: float) -> Row:
         while self._ended and self._ended[0].at < now - self._window_s:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the last row, as text, at http://HOST:PORT/metrics. `prometheus_client` writes it.
+"""Metrics for Prometheus: the last row and the histograms, as text, at http://HOST:PORT/metrics. `prometheus_client` writes it.
 
 Its own server has a thread for each connection, for as long as that lasts: a peer that never ends its request, or never reads
 the answer, would keep both for ever. Ours bounds how many there are, and for how long."""
@@ -13,23 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollout.config import InputError
+from rollout.metrics.catalog import METRICS, TOTALS
+from rollout.metrics.histogram import Histograms
 
-TOTALS = frozenset(
-    (
-        "rollout/samples rollout/sample_tokens rollout/groups engine/steps engine/failed_steps engine/unused_draws "
-        "engine/generated_tokens engine/prefill_tokens engine/recomputed_tokens engine/fork_saved_tokens engine/drafted_tokens "
-        "engine/accepted_tokens engine/scored_tokens kv/kept_tokens kv/offloads kv/recompute_preemptions "
-        "kv/offloaded_blocks kv/restored_blocks kv/bytes_to_host kv/bytes_to_device kv/stall_s kv/failed_moves "
-        "kv/prefix_hit_tokens weights/refreshes loop/stalled_s mismatch/audited_tokens mismatch/skipped_samples "
-        "mismatch/audit_s fleet/deaths fleet/moved fleet/repeats"
-    ).split()
-)
-"""figures that only grow while the service lives: counters; all others are gauges"""
 MOST_CONNECTIONS = 16
 """for one more the oldest is ended"""
 CONNECTION_S = 5.0
 """from the first byte of a request to the last one of its answer"""
 TEND_S = 0.5
+LABELS = ("model_name",)
 
 
 class BoundedServer(socketserver.ThreadingTCPServer):
@@ -88,14 +80,16 @@ class PrometheusSink:
 
     name = "prometheus"
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, model: str = "") -> None:
         try:
             from prometheus_client import CollectorRegistry, MetricsHandler
         except ImportError as error:
             raise InputError(
                 "metrics_port is set but prometheus_client is not installed: pip install -e '.[metrics]'"
             ) from error
+        self._model = model
         self._row: dict[str, float] = {}
+        self.histograms: Histograms = {}
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -114,16 +108,27 @@ class PrometheusSink:
 
     def collect(self) -> Iterator[Any]:
         """Yield the families of the last row; for the thread that serves."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for key, value in self._row.items():
-            family = CounterMetricFamily if key in TOTALS else GaugeMetricFamily
-            yield family(metric_name(key), f"{key} of docs/metrics.md", value=value)
+            kind = CounterMetricFamily if key in TOTALS else GaugeMetricFamily
+            family = kind(metric_name(key), help_of(key), labels=LABELS)
+            family.add_metric([self._model], value)
+            yield family
+        for key, buckets in self.histograms.items():
+            family = HistogramMetricFamily(metric_name(key), help_of(key), labels=LABELS)
+            bounds = [("+Inf" if bound == float("inf") else f"{bound:g}", count) for bound, count in buckets.counts]
+            family.add_metric([self._model], bounds, sum_value=buckets.total)
+            yield family
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def help_of(key: str) -> str:
+    return METRICS[key].help if key in METRICS else key
 
 
 def metric_name(key: str) -> str:

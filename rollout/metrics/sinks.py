@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, runtime_checkable
 
 from rollout.config import InputError, TrackingConfig
+from rollout.metrics.histogram import Histograms
 
 TIME_AXIS = "engine/time_s"
 TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*")
@@ -31,8 +33,19 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(config: TrackingConfig) -> list[Sink]:
-    """Start all sinks that are configured. Raises InputError with the reason."""
+@runtime_checkable
+class HistogramSink(Protocol):
+    """A sink that shows histograms beside the rows."""
+
+    histograms: Histograms
+    """the last ones; the tracker sets them before it writes a row"""
+
+
+def open_sinks(config: TrackingConfig, model: str = "") -> list[Sink]:
+    """Start all sinks that are configured. Raises InputError with the reason.
+
+    Args:
+        model: its name, the label `model_name` in Prometheus."""
     sinks: list[Sink] = []
     try:
         if config.jsonl is not None:
@@ -40,7 +53,7 @@ def open_sinks(config: TrackingConfig) -> list[Sink]:
         if config.metrics_port is not None:
             from rollout.metrics.prometheus import PrometheusSink
 
-            sinks.append(PrometheusSink(config.metrics_host, config.metrics_port))
+            sinks.append(PrometheusSink(config.metrics_host, config.metrics_port, model))
         if config.wandb_project is not None:
             sinks.append(WandbSink(config))
         if config.console:
@@ -53,14 +66,21 @@ def open_sinks(config: TrackingConfig) -> list[Sink]:
 
 
 class ConsoleSink:
-    """One line an interval."""
+    """One line an interval while samples run, one when the service becomes idle, and then none."""
 
     name = "console"
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._idle_at: tuple[float, ...] | None = None
+        """figures of the last line, if the service was idle then; None: it was not"""
 
     def write(self, row: dict[str, float]) -> None:
+        busy = row.get("engine/running", 0) + row.get("engine/waiting", 0) > 0
+        now = row["rollout/samples"], row.get("weights/version", 0.0)
+        if not busy and now == self._idle_at:
+            return
+        self._idle_at = None if busy else now
         parts = [time.strftime("%H:%M:%S")]
         if "rollout/tokens_per_s" in row:
             parts.append(f"{row['rollout/tokens_per_s']:.0f} tokens/s")
@@ -76,7 +96,7 @@ class ConsoleSink:
         ):
             if key in row:
                 parts.append(f"{label} {row[key]:{form}}")
-        print("  ".join(parts), file=self._stream, flush=True)
+        print("  ".join(parts if busy else [*parts, "idle"]), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
@@ -129,12 +149,21 @@ class WandbSink:
         except Exception as error:  # its own errors, network errors, pydantic's
             raise InputError(f"tracking: wandb could not start ({mode}): {error}") from error
         define_metrics(self._run)
+        print(f"rollout: {described_run(self._run)}", file=sys.stderr, flush=True)
 
     def write(self, row: dict[str, float]) -> None:
         self._run.log(row)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def described_run(run: Any) -> str:
+    """Say where a wandb run lies, and how an offline one is uploaded."""
+    folder = Path(run.dir).parent  # wandb names the folder of the files in it
+    if run.offline:
+        return f"wandb run of project {run.project} in {folder}, offline; upload it with: wandb sync {shlex.quote(str(folder))}"
+    return f"wandb run of project {run.project} at {run.url}, files in {folder}"
 
 
 def define_metrics(run: Any) -> None:

@@ -18,7 +18,7 @@ from rollout.config import TrackingConfig
 from rollout.engine.types import Group, Sample
 from rollout.logs import logger
 from rollout.metrics.meters import EngineMeter, Row, SampleMeter
-from rollout.metrics.sinks import TIME_AXIS, Sink
+from rollout.metrics.sinks import TIME_AXIS, HistogramSink, Sink
 
 log = logger(__name__)
 
@@ -111,6 +111,8 @@ class Tracker:
         if self._audit is not None:
             self.row |= self._audit.row(now)
         for sink in self._sinks:
+            if isinstance(sink, HistogramSink):
+                sink.histograms = self._samples.histograms()
             self._try(sink.name, partial(sink.write, self.row))
 
     def _try(self, name: str, action: Callable[[], None]) -> None:

@@ -72,6 +72,23 @@ def test_groups_that_teach_nothing_end_early(client: tuple[RolloutClient, torch.
     assert tokens[2] < tokens[None]
 
 
+@pytest.mark.parametrize(("reward", "advice"), [(0.0, "no sample scores: take an easier task"), (1.0, "take a harder task")])
+def test_groups_without_spread_end_the_training(
+    client: tuple[RolloutClient, torch.nn.Module], reward: float, advice: str
+) -> None:
+    """The control is `test_it_learns_from_groups_with_spread_only`, which drops as many in all, but never in one step."""
+    connection, model = client
+
+    class Same(Even):
+        def reward(self, index: int, sample: Sample) -> float:
+            return reward
+
+    options, phases = dataclasses.replace(OPTIONS, max_num_gen_batches=4), list[str]()
+    with pytest.raises(dapo.NothingToLearn, match=f"12 groups.*{reward:.2f} on average: {advice}"):
+        next(dapo.train(options, connection, Same(), model, phases.append))
+    assert "sampling: 0 of 3 groups, 11 dropped" in phases
+
+
 class OneInFour(Even):
     def reward(self, index: int, sample: Sample) -> float:
         return float(len(sample.token_ids) % 2) if index % 4 == 3 else 1.0

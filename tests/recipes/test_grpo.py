@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,10 @@ from transformers import PreTrainedModel
 
 from rollout.client.handle import Handle
 from rollout.client.submission import continued_group
+from rollout.config import InputError
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact
-from rollout.recipes import grpo
+from rollout.recipes import grpo, policy
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 
 
@@ -142,7 +145,7 @@ def test_children_that_were_cut_go_on_under_new_weights() -> None:
 def test_adapters_learn_and_travel_alone() -> None:
     pytest.importorskip("peft")
     options = dataclasses.replace(OPTIONS, steps=40, lora=True, lora_rank=16, lora_learning_rate=6e-3)
-    model = grpo.with_adapters(options, tiny("llama"))
+    model = policy.with_adapters(tiny("llama"), options.lora_rank, options.lora_alpha)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     rows = list(grpo.train(options, Client(tiny("llama")), Even(), model))  # type: ignore[arg-type]
     assert gain(rows) > 0.12 and {row["train/sent_fraction"] for row in rows} == {0.5}
@@ -164,18 +167,18 @@ def test_packed_logprobs_are_those_of_each_sample_alone(attention: str) -> None:
     prompt = [4, 9, 2, 6]
     handle = client.submit(prompt, Sampling(n=5, max_tokens=7, seed=1, temperature=0.7), "a")
     samples = handle.result(5)
-    packed = grpo.logprobs(model, prompt, samples, 0.7).detach().numpy()
+    packed = policy.logprobs(model, prompt, samples, 0.7).detach().numpy()
     alone = np.concatenate([plain_logprobs(model, np.array(prompt), sample, 0.7) for sample in samples])
     np.testing.assert_allclose(packed, alone, atol=1e-4)
-    np.testing.assert_allclose(packed, grpo.behaviour(samples).numpy(), atol=1e-4)
+    np.testing.assert_allclose(packed, policy.behaviour(samples).numpy(), atol=1e-4)
 
 
 def test_a_sibling_that_shows_through_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = tiny("llama"), [4, 9, 2, 6]
     samples = Client(model).submit(prompt, Sampling(n=3, max_tokens=7, seed=1, ignore_eos=True), "a").result(5)
-    right = grpo.logprobs(model, prompt, samples, 1.0)
+    right = policy.logprobs(model, prompt, samples, 1.0)
     monkeypatch.setattr(torch.Tensor, "tril", lambda mask: torch.ones_like(mask).tril_())
-    assert (grpo.logprobs(model, prompt, samples, 1.0) - right).abs().max() > 1e-2
+    assert (policy.logprobs(model, prompt, samples, 1.0) - right).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -193,14 +196,14 @@ def test_the_mismatch_is_zero_in_bf16(exact: bool) -> None:
 
 
 def test_advantages_are_standardised_in_the_group() -> None:
-    got = grpo.advantages(np.array([[0.0, 1.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]]))
+    got = policy.advantages(np.array([[0.0, 1.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]]))
     np.testing.assert_allclose(got, [[-1, 1, -1, 1], [0, 0, 0, 0]], atol=1e-3)
 
 
 def test_the_loss_is_clipped_on_the_side_that_pays() -> None:
     now = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5])).requires_grad_()
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss = grpo.policy_loss(now, torch.zeros(4), advantage, 0.2)
+    loss = policy.policy_loss(now, torch.zeros(4), advantage, 0.2, 0.2)
     torch.testing.assert_close(loss, torch.tensor(-(1.2 - 1.5 + 0.5 - 0.8)))
     loss.backward()
     assert now.grad is not None and (now.grad != 0).tolist() == [False, True, True, False]
@@ -209,7 +212,7 @@ def test_the_loss_is_clipped_on_the_side_that_pays() -> None:
 def test_small_steps_reach_bf16_weights() -> None:
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(model.weight)
-    learner = grpo.Learner(model, 1e-3)
+    learner = policy.Learner(model, 1e-3)
     for _ in range(10):
         model.weight.grad = torch.ones_like(model.weight)
         learner.step()
@@ -228,7 +231,7 @@ def test_samples_that_did_not_end_stop_the_training() -> None:
 
 def test_lags_count_tokens() -> None:
     sample = SimpleNamespace(weight_versions=[(0, 4), (3, 5)], token_ids=np.zeros(5))
-    assert grpo.lags([[sample]], 5).tolist() == [1, 1, 1, 0, 0]  # type: ignore[list-item]
+    assert policy.lags([[sample]], 5).tolist() == [1, 1, 1, 0, 0]  # type: ignore[list-item]
 
 
 def test_accuracy_is_of_the_held_out_questions() -> None:
@@ -243,14 +246,36 @@ def test_accuracy_is_of_the_held_out_questions() -> None:
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    pytest.importorskip("reasoning_gym", reason="not installed: pip install -e '.[grpo]'")
     task = grpo.Task(grpo.Options(), None)
-    questions = [each["question"] for each in task.data]
+    questions = [each.text for each in task.data]
     held_out = set(questions[task.held_out.start :])
     assert len(held_out) == 20 and not held_out & set(questions[: task.held_out.start])
-    with pytest.raises(ValueError, match="too few questions"):
+    with pytest.raises(InputError, match="too few questions"):
         grpo.Task(grpo.Options(held_out=500), None)
     assert not grpo.Task(grpo.Options(held_out=0), None).held_out, "0 = none"
+
+
+def test_the_times_table_has_one_right_answer() -> None:
+    task = grpo.Task(grpo.Options(held_out=0), SimpleNamespace(decode=lambda text, **_: text))
+    a, b = map(int, re.findall(r"\d+", task.data[0].text))
+    for text, reward in ((f"{a} * {b} = {a * b}", 1.0), (f"{a * b} or {a * b + 1}", 0.0), ("none", 0.0)):
+        assert task.reward(0, SimpleNamespace(token_ids=text)) == reward  # type: ignore[arg-type]
+
+
+def test_another_data_set_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(InputError, match=r"chain_sum.*reasoning.gym.*pip install -e '\.\[grpo\]'"):
+        grpo.Task(grpo.Options(task="chain_sum"), None)
+    grpo.Task(grpo.Options(), None)
+
+
+def test_phases_are_shown() -> None:
+    seen: list[str] = []
+    model = tiny("llama")
+    options = dataclasses.replace(OPTIONS, steps=2)
+    for row in grpo.train(options, Client(model), Even(), model, seen.append):  # type: ignore[arg-type]
+        seen.append(f"{row['train/step']:.0f}")
+    assert seen == ["sampling", "training", "refresh", "1", "sampling", "training", "refresh", "2", "sampling"]
 
 
 def test_the_curves_are_drawn(rows: list[dict[str, float]], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.products import ExactLinear, products_of, sensitive
 from rollout.engine.types import Sample
 from rollout.exact import sample_logprobs, token_logprobs, use_exact
-from rollout.recipes.grpo import logprobs as tree_logprobs
+from rollout.recipes.policy import logprobs as tree_logprobs
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -80,7 +80,7 @@ def packed(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
 
 
 def tree(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
-    """Log-probs as recipes/grpo.py computes them: each prompt once, completions that do not see each other."""
+    """Log-probs as recipes/policy.py computes them: each prompt once, completions that do not see each other."""
     groups = [[s for s in samples if s.group_id == str(i)] for i in range(len(PROMPTS))]
     return torch.cat([tree_logprobs(model, prompt, group, 1.0) for prompt, group in zip(PROMPTS, groups, strict=True)])
 

@@ -446,23 +446,23 @@ BAD: list[tuple[str, Any, int]] = [
     ("/v1/completions", {"prompt": [1] * 9000}, 400),
     ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": -1}, 400),
     ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 21}, 400),
-    ("/v1/completions", {"prompt": PROMPT, "suffix": "a"}, 501),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1}, 501),
-    ("/v1/completions", {"prompt": PROMPT, "best_of": 4}, 501),
-    ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "a"}}, 501),
+    ("/v1/completions", {"prompt": PROMPT, "suffix": "a"}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "best_of": 4}, 400),
+    ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "a"}}, 400),
     ("/inference/v1/generate", {"token_ids": PROMPT}, 400),
     ("/inference/v1/generate", {"token_ids": "text", "sampling_params": {}}, 400),
     ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400),
     ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"n": [1]}}, 400),
     ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"wrong": 1}}, 400),
-    ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}, "features": {"a": 1}}, 501),
+    ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}, "features": {"a": 1}}, 400),
     ("/v1/chat/completions", {"messages": []}, 400),
     ("/v1/chat/completions", {"messages": [{"content": "no role"}]}, 400),
     ("/v1/chat/completions", {"messages": "text"}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 7}]}, 400),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 501),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, 501),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}}, 400),
     ("/tokenize", {}, 400),
@@ -476,7 +476,7 @@ BAD: list[tuple[str, Any, int]] = [
     ("/generate", {"input_ids": PROMPT, "sampling_params": [{}, {}]}, 400),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -3}}, 400),
     ("/generate", {"input_ids": PROMPT, "sampling_params": {"wrong": 1}}, 400),
-    ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, 501),
+    ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, 400),
     ("/generate", {"input_ids": PROMPT, "stream": 1}, 400),
     ("/generate", {"input_ids": PROMPT, "rid": ["a", "b"]}, 400),
     ("/generate", {"input_ids": PROMPT, "rid": "a" * 300}, 400),
@@ -485,14 +485,14 @@ BAD: list[tuple[str, Any, int]] = [
     ("/v1/completions", {"prompt": PROMPT, "request_id": ""}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "request_id": "a" * 300}, 400),
     ("/inference/v1/generate", {"token_ids": [-1], "sampling_params": {}, "stream": True}, 400),
-    ("/generate", {"input_ids": PROMPT, "lora_path": "a"}, 501),
+    ("/generate", {"input_ids": PROMPT, "lora_path": "a"}, 400),
     ("/update_weights", {"weight_dir": "/no/such/folder"}, 400),
     ("/update_weights", {"weight_dir": ""}, 400),
     ("/update_weights", {"weight_dir": "a\0b"}, 400),
     ("/update_weights", {"weight_dir": 3}, 400),
-    ("/update_weights", {"weight_dir": None}, 501),
-    ("/update_weights", {"update_info": {"names": []}}, 501),
-    ("/init_weight_transfer_engine", {"init_info": {}}, 501),
+    ("/update_weights", {"weight_dir": None}, 400),
+    ("/update_weights", {"update_info": {"names": []}}, 400),
+    ("/init_weight_transfer_engine", {"init_info": {}}, 404),
     ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/no/such/folder"}, 400),
     ("/load_lora_adapter", {"lora_name": "a", "lora_path": ""}, 400),
     ("/load_lora_adapter", {"lora_name": "a", "lora_path": "b\0c"}, 400),
@@ -506,11 +506,18 @@ BAD: list[tuple[str, Any, int]] = [
     ("/unload_lora_adapter", {"lora_name": "a"}, 404),
     ("/v1/unload_lora_adapter", {"lora_name": 3}, 400),
     ("/completely/unknown", {}, 404),
-    ("/collective_rpc", {"method": "x"}, 501),
+    ("/collective_rpc", {"method": "x"}, 404),
     ("/update_weights_from_disk", {}, 400),
     ("/update_weights_from_disk", {"model_path": "/no/such/folder"}, 400),
-    ("/update_weights_from_disk", {"model_path": "a", "load_format": "dummy"}, 501),
-    ("/update_weights_from_tensor", {}, 501),
+    ("/update_weights_from_disk", {"model_path": "a", "load_format": "dummy"}, 400),
+    ("/update_weights_from_tensor", {}, 404),
+    ("/v1/embeddings", {"input": "a", "model": "tiny"}, 404),
+    ("/v1/responses", {"input": "a"}, 404),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "high"}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "service_tier": "priority"}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "modalities": ["text", "audio"]}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "web_search_options": {}}, 400),
     ("/pause_generation", {"mode": "never"}, 400),
     ("/abort_request", {}, 400),
     ("/abort_request", {"rid": 3}, 400),
@@ -518,15 +525,15 @@ BAD: list[tuple[str, Any, int]] = [
     ("/abort_requests", {"ids": ["a"]}, 400),
     ("/resume_memory_occupation", {"tags": ["all"]}, 400),
     ("/release_memory_occupation", {"tags": 3}, 400),
-    ("/reset_prefix_cache", {"reset_running_requests": True}, 501),
+    ("/reset_prefix_cache", {"reset_running_requests": True}, 400),
     ("/pause?mode=soft", None, 400),
     ("/pause?mode=keep&wrong=1", None, 400),
     ("/pause?mode=keep&clear_cache=maybe", None, 400),
     ("/sleep?level=3", None, 400),
-    ("/sleep?tags=weights", None, 501),
+    ("/sleep?tags=weights", None, 400),
     ("/wake_up?tags=kv_cache", None, 400),
     ("/wake_up?tags=all", None, 400),
-    ("/release_memory_occupation", {"tags": ["weights"]}, 501),
+    ("/release_memory_occupation", {"tags": ["weights"]}, 400),
     ("/no/such/path", None, 404),
     ("/v1/models", None, 405),
 ]
@@ -545,17 +552,17 @@ def test_bad_input_is_refused_in_the_dialect_s_form(stack: Stack, path: str, bod
 
 def test_every_route_is_asked_badly(stack: Stack) -> None:
     """A route that takes a body or parameters has bad ones in the list above; one that takes none is named here."""
-    from rollout.http import adapters, chat, control, sglang, vllm
+    from rollout.http import adapters, chat, control, sglang, status, vllm
 
     nothing = {"/resume", "/continue_generation", "/flush_cache"}
-    sources = [Path(inspect.getfile(module)).read_text() for module in (adapters, chat, control, sglang, vllm)]
+    sources = [Path(inspect.getfile(module)).read_text() for module in (adapters, chat, control, sglang, status, vllm)]
     routes = {path for source in sources for path in re.findall(r'post\("([^"]+)"', source)}
     assert len(routes) > 20
     bad = {path.split("?")[0] for path, _, _ in BAD}
     assert routes - bad - nothing == set()
-    refused = {*control.UNSUPPORTED, *sglang.UNSUPPORTED}
-    for path in sorted(refused):
-        assert stack.post(path).status_code == 501, path
+    for path, instead in control.UNSUPPORTED.items():
+        response = stack.post(path)
+        assert response.status_code == 404 and error_of(response)["message"] == f"{path} is not supported: {instead}"
 
 
 @pytest.mark.parametrize(
@@ -598,7 +605,7 @@ def test_what_sampling_lacks_is_refused_and_its_neutral_values_are_not(stack: St
     for name, value in wanted.items():
         response = stack.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, name: value})
         served = name in Sampling.__struct_fields__
-        assert response.status_code == (200 if served else 501), response.text
+        assert response.status_code == (200 if served else 400), response.text
         assert served or error_of(response)["param"] == name
 
 
@@ -720,7 +727,7 @@ def test_an_adapter_is_loaded_by_name_and_unloaded(stack: Stack, tmp_path: Path,
     assert [card["id"] for card in stack.http.get("/v1/models").json()["data"]] == ["tiny", "other", "policy"]
     named = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "lora_path": "policy"}
     stack.ok("/generate", named)
-    assert stack.post("/generate", named | {"lora_path": "another"}).status_code == 501
+    assert stack.post("/generate", named | {"lora_path": "another"}).status_code == 400
     other = stack.post(f"{prefix}/load_lora_adapter", body | {"lora_name": "second"})
     assert other.status_code == 400 and "one at a time" in error_of(other)["message"]
     stack.ok(f"{prefix}/load_lora_adapter", body | {"load_inplace": True} if prefix else body)  # the same name again
@@ -761,7 +768,7 @@ def test_what_probes_read(stack: Stack) -> None:
     assert stack.ok("/reset_prefix_cache")["success"] is True and stack.http.get("/flush_cache").status_code == 200
     info = stack.http.get("/server_info", params={"config_format": "json"}).json()
     assert info["vllm_config"]["model_config"] == {
-        "model": stack.client.info.model, "dtype": "torch.float32", "logprobs_mode": "processed_logprobs",
+        "model": "tiny", "dtype": "torch.float32", "logprobs_mode": "processed_logprobs",
         "max_model_len": stack.client.info.context,
     }  # fmt: skip
     assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1

@@ -137,8 +137,7 @@ def test_texts_are_joined_to_jobs_of_one_context() -> None:
 
 def test_a_pause_changes_no_update_that_is_under_way() -> None:
     """Between the awaits of an update that keeps KV comes a pause that has the next weights compute it again."""
-    from rollout.http.control import ControlRoutes
-    from rollout.http.sglang import SGLangRoutes, UpdateFromDisk
+    from rollout.http.control import ServiceControl, SGLangControl, UpdateFromDisk, VllmControl
     from rollout.http.upstream import Upstream
     from rollout.transport.errors import Busy
 
@@ -159,14 +158,15 @@ def test_a_pause_changes_no_update_that_is_under_way() -> None:
             return {"version": 0}
 
         upstream.status = status  # type: ignore[method-assign]
-        generation: Any = SimpleNamespace(upstream=upstream)
-        sglang, control = SGLangRoutes(generation, ""), ControlRoutes(generation)
+        generation: Any = SimpleNamespace(upstream=upstream, abort=None)
+        control = ServiceControl(generation)
+        sglang, vllm = SGLangControl(control), VllmControl(control)
         body = UpdateFromDisk(model_path="/a", flush_cache=False)
         update = asyncio.create_task(sglang.update_from_disk(None, body))  # type: ignore[arg-type]
         async with asyncio.timeout(WAIT_S):
             await looked.wait()
-            await control.pause(SimpleNamespace(query_params={"mode": "keep"}))  # type: ignore[arg-type]
-            assert upstream.kv_policy == "recompute", "for later weights"
+            await vllm.pause(SimpleNamespace(query_params={"mode": "keep"}))  # type: ignore[arg-type]
+            assert control.kv_policy == "recompute", "for later weights"
             with pytest.raises(Busy):
                 await sglang.update_from_disk(None, body)  # type: ignore[arg-type]
             go_on.set()

@@ -9,12 +9,17 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.config import InputError, TrackingConfig
+from rollout.engine.types import Sample
 from rollout.metrics import prometheus
-from rollout.metrics.prometheus import MOST_CONNECTIONS, TOTALS, PrometheusSink, metric_name
+from rollout.metrics.catalog import METRICS, TOTALS
+from rollout.metrics.meters import SampleMeter
+from rollout.metrics.prometheus import MOST_CONNECTIONS, PrometheusSink, metric_name
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from tests.support.fake_engine import FakeEngine
@@ -27,16 +32,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.fixture
 def sink() -> Iterator[PrometheusSink]:
     pytest.importorskip("prometheus_client", reason="not installed: pip install -e '.[metrics]'")
-    (sink,) = open_sinks(TrackingConfig(metrics_port=0))
+    (sink,) = open_sinks(TrackingConfig(metrics_port=0), './models/a "policy"')
     assert isinstance(sink, PrometheusSink)
     yield sink
     sink.close()
 
 
-def read(sink: PrometheusSink) -> dict[str, float]:
+def families(sink: PrometheusSink) -> dict[str, Any]:
+    """What Prometheus' own parser finds."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     with urllib.request.urlopen(sink.address, timeout=60) as answer:
-        text = answer.read().decode()
-    return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", text, re.MULTILINE)}
+        return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+
+
+def read(sink: PrometheusSink) -> dict[str, float]:
+    """The values of counters and gauges."""
+    samples = [one for family in families(sink).values() if family.type != "histogram" for one in family.samples]
+    return {one.name: one.value for one in samples}
 
 
 def test_the_last_row_is_served(sink: PrometheusSink) -> None:
@@ -49,6 +62,50 @@ def test_the_last_row_is_served(sink: PrometheusSink) -> None:
     assert served["rollout_samples_total"] == 3 and served["rollout_sample_tokens_total"] == 12
     totals = {metric_name(key) + "_total" * (key in TOTALS) for key in row}
     assert served.keys() == totals and len(totals) == len(row) > 5
+    assert families(sink)["rollout_length_tokens"].samples[-1].value == 12, "the sum of the lengths"
+
+
+def test_each_family_says_what_it_is(sink: PrometheusSink) -> None:
+    row = {name: 1.0 for name, metric in METRICS.items() if metric.over != "histogram"}
+    meter = SampleMeter(30.0)
+    sink.histograms = meter.histograms()
+    sink.write(row)
+    served = families(sink)
+    assert len(served) == len(METRICS) > 70
+    kinds = {"total": "counter", "histogram": "histogram"}
+    for key, metric in METRICS.items():
+        family = served[metric_name(key)]
+        assert family.type == kinds.get(metric.over, "gauge") and family.documentation == metric.help
+        assert {one.labels["model_name"] for one in family.samples} == {'./models/a "policy"'}
+    assert "`" not in "".join(family.documentation for family in served.values())
+
+
+def test_histograms_count_samples_that_ended_by_themselves(sink: PrometheusSink) -> None:
+    meter = SampleMeter(30.0)
+    ended = [("stop", 3, 0.02), ("length", 5, 2.0), ("aborted", 7, 9.0), ("length", 10**6, 1e9)]
+    for reason, tokens, seconds in ended:
+        sample = Sample(
+            group_id="g",
+            index=0,
+            token_ids=np.zeros(min(tokens, 1 << 18), np.int32),
+            logprobs=np.zeros(min(tokens, 1 << 18), np.float32),
+            finish_reason=reason,  # type: ignore[arg-type]
+            weight_versions=[(0, 0)],
+            prompt_tokens=4,
+            seconds=seconds,
+        )
+        meter.add([sample], 0, now=0.0)
+    sink.histograms = meter.histograms()
+    served = families(sink)
+
+    def counts(name: str) -> dict[str, float]:
+        return {one.labels.get("le", one.name.rsplit("_", 1)[1]): one.value for one in served[name].samples}
+
+    seconds, lengths = counts("rollout_sample_seconds"), counts("rollout_length_tokens")
+    assert [seconds[le] for le in ("0.01", "0.03", "1", "3", "3000", "+Inf", "count")] == [0, 1, 1, 2, 2, 3, 3]
+    assert seconds["sum"] == 0.02 + 2.0 + 1e9 and lengths["sum"] == 3 + 5 + (1 << 18)
+    assert [lengths[le] for le in ("2", "4", "8", "131072", "+Inf")] == [0, 1, 2, 2, 3]
+    assert counts("rollout_prompt_tokens")["4"] == 3, "a bound belongs to its bucket"
 
 
 def test_it_is_loopback_and_says_when_it_cannot_be(sink: PrometheusSink) -> None:
@@ -103,9 +160,13 @@ def test_a_connection_that_lasts_is_ended(sink: PrometheusSink, monkeypatch: pyt
     one.close()
 
 
-def test_totals_are_those_of_the_table() -> None:
-    table = re.findall(r"^\| `([\w/]+)` \|[^|]*\| total \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    assert set(table) - {"loop/longest_turn_s"} == TOTALS  # which is a maximum
+def test_the_table_in_the_docs_is_the_one_in_the_code() -> None:
+    written = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line.startswith("| `")]
+    bar = "\\|"
+    assert written == [
+        f"| `{name}` | {metric.unit} | {metric.over} | {metric.meaning.replace('|', bar)} |" for name, metric in METRICS.items()
+    ]
+    assert all(metric.unit and metric.meaning for metric in METRICS.values())
 
 
 def test_fractions_have_one_suffix() -> None:

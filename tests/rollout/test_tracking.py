@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from rollout.metrics.audit import Audit, plain_twin
+from rollout.metrics.catalog import METRICS
 from rollout.metrics.meters import EngineMeter, SampleMeter
 from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
 from rollout.metrics.tracker import Tracker
@@ -41,6 +46,7 @@ from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wandb_file import history
+from tests.support.wire import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,7 +226,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         interval_s=1.0, window_s=1e6, audit_every=1, audit_max_share=1.0, wandb_project="test", wandb_dir=str(folder)
     )
     clock, console, jsonl = Clock(100.0), io.StringIO(), folder / "metrics.jsonl"
-    sinks = [ConsoleSink(console), JsonlSink(str(jsonl)), WandbSink(config)]
+    with redirect_stderr(io.StringIO()) as said:
+        sinks = [ConsoleSink(console), JsonlSink(str(jsonl)), WandbSink(config)]
     tracker = Tracker(config, sinks, Audit(model, config), clock)
     groups = [group(str(i), prompt=24, n=4, max_tokens=40, seed=i) for i in range(4)]
     with pytest.MonkeyPatch.context() as patch:  # as copies_pay
@@ -229,25 +236,17 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     engine.refresh([(name, tensor + 0.01) for name, tensor in model.named_parameters()])
     run_engine(tracker, engine, clock, [group("after", prompt=24, n=4, max_tokens=40, seed=9)])
     tracker.close(lambda: seen_by_a_service(engine))
-    yield {"row": tracker.row, "console": console.getvalue(), "jsonl": jsonl, "wandb": folder}
+    yield {"row": tracker.row, "console": console.getvalue(), "jsonl": jsonl, "wandb": folder, "said": said.getvalue()}
 
 
 def documented() -> set[str]:
     """Those of an engine; what a front has besides: `tests/rollout/test_fleet.py`."""
-    return set(re.findall(r"^\| `((?!fleet/)[a-z_/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    return {name for name, metric in METRICS.items() if metric.over != "histogram" and not name.startswith("fleet/")}
 
 
 def test_the_table_is_what_is_emitted(tracked: dict[str, Any]) -> None:
     assert set(tracked["row"]) == documented()
     assert len(documented()) > 50
-
-
-def test_every_row_of_the_table_has_unit_and_meaning() -> None:
-    lines = [line for line in (ROOT / "docs/metrics.md").read_text().splitlines() if line.startswith("| `")]
-    for line in lines:
-        name, unit, over, meaning = (cell.strip() for cell in line.strip("|").replace("\\|", "").split("|"))
-        assert unit and meaning and over in ("window", "total", "now"), line
-    assert len(lines) >= len(documented())
 
 
 def test_figures_of_a_real_run(tracked: dict[str, Any]) -> None:
@@ -271,6 +270,65 @@ def test_jsonl(tracked: dict[str, Any]) -> None:
 def test_console(tracked: dict[str, Any]) -> None:
     last = tracked["console"].splitlines()[-1]
     assert re.search(r"\d\d:\d\d:\d\d  \d+ tokens/s  20 samples  running 0  waiting 0  KV \d+%  host KV \d+%  version 1", last)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_programs_in_the_docs_run(number: int, tmp_path: Path) -> None:
+    """As they are written, but for the address; wandb is one that keeps what it gets."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
+    assert len(programs) == 2
+    with serving(FakeEngine(), tracker=Tracker(TrackingConfig(interval_s=1e-6))) as service:
+        text = programs[number].replace("tcp://127.0.0.1:5655", service.endpoint)
+        paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        done = subprocess.run(
+            [sys.executable, "-c", text], cwd=tmp_path, env={**os.environ, **paths}, capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "logged.jsonl").read_text().splitlines()]
+    assert [row["train/step"] for row in rows] == [0, 1, 2]
+    assert ("engine/time_s" in rows[-1]) == (number == 1)
+
+
+WANDB = """
+import json
+class Settings:
+    def __init__(self, **options): pass
+class Run:
+    id = "abc"
+    def define_metric(self, name, **options): pass
+    def log(self, row):
+        with open("logged.jsonl", "a") as file:
+            print(json.dumps(row), file=file)
+    def finish(self): pass
+def init(**options):
+    return Run()
+"""
+
+
+def test_an_offline_wandb_run_says_where_it_lies(tracked: dict[str, Any]) -> None:
+    (folder,) = (one for one in tracked["wandb"].rglob("offline-run-*") if one.is_dir() and not one.is_symlink())
+    assert tracked["said"].endswith(f"wandb run of project test in {folder}, offline; upload it with: wandb sync {folder}\n")
+
+
+def test_the_console_is_quiet_while_nothing_runs() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    idle = {"rollout/samples": 8.0, "rollout/tokens_per_s": 3.0, "engine/running": 0.0, "engine/waiting": 0.0}
+    for row, lines, last_is_idle in (
+        (idle, 1, True),
+        (idle | {"rollout/tokens_per_s": 0.0}, 1, True),
+        (idle | {"engine/running": 2.0}, 2, False),
+        (idle | {"engine/running": 2.0}, 3, False),  # the negative control: what runs is printed each time
+        (idle | {"engine/waiting": 2.0}, 4, False),
+        (idle | {"rollout/samples": 10.0}, 5, True),
+        (idle | {"rollout/samples": 10.0}, 5, True),
+        (idle | {"rollout/samples": 12.0}, 6, True),  # so fast that no row saw them run
+        (idle | {"rollout/samples": 12.0, "weights/version": 1.0}, 7, True),
+    ):
+        sink.write(row)
+        said = stream.getvalue().splitlines()
+        assert len(said) == lines and said[-1].endswith("  idle") == last_is_idle
 
 
 def test_the_offline_wandb_run_holds_every_documented_metric(tracked: dict[str, Any]) -> None:
@@ -345,12 +403,14 @@ def test_wandb_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode(TrackingConfig(wandb_project="p", wandb_mode="offline")) == "offline"
 
 
-def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import wandb
 
     given: dict[str, Any] = {}
 
     class Run:
+        project, dir, url, offline = "p", "/w/run-abc/files", "https://wandb.ai/me/p/runs/abc", False
+
         def define_metric(self, *args: Any, **options: Any) -> None:
             pass
 
@@ -361,6 +421,8 @@ def test_the_trainer_s_run_is_shared_not_owned(monkeypatch: pytest.MonkeyPatch) 
     assert (settings.x_primary, settings.x_label, settings.x_update_finish_state) == (False, "rollout", False)
     WandbSink(TrackingConfig(wandb_project="p", wandb_mode="offline"))
     assert given["settings"].x_primary is True
+    where = "wandb run of project p at https://wandb.ai/me/p/runs/abc, files in /w/run-abc"
+    assert capsys.readouterr().err.splitlines() == [f"rollout: {where}"] * 2
 
 
 # the audit

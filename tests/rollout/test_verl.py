@@ -1,4 +1,4 @@
-"""What a replica of verl does, without Ray and verl, over a service of the fake engine; tests/plugs has verl itself."""
+"""What a replica of verl does, without Ray and verl, over a service of the fake engine; tests/integrations has verl itself."""
 
 from __future__ import annotations
 

@@ -314,7 +314,8 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
             growths += phase.growths
             longest, longest_cpu = max(longest, phase.longest_turn_s), max(longest_cpu, phase.longest_turn_cpu_s)
             print(json.dumps({name: totals[name] for name in ("samples", "kills", "malformed", "broken_pushes", *FOUND)}))
-    if left := leaks.shared_memory() - shared:
+    left = leaks.shared_memory() - shared
+    if left := left - leaks.mapped(left):
         print(f"left in /dev/shm: {left}")
         totals["leaks"] += len(left)
     table(totals, growths, longest, longest_cpu)

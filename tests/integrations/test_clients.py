@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,8 +16,9 @@ import httpx
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.plugs
+pytestmark = pytest.mark.integrations
 
+ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7, 8]
 USER = [{"role": "user", "content": "ab"}]
 
@@ -57,10 +61,48 @@ def test_openai_sees_typed_errors(openai: Any) -> None:
     errors = pytest.importorskip("openai")
     with pytest.raises(errors.BadRequestError, match="exceeds the context"):
         openai.completions.create(model="tiny", prompt=[5] * 9000, max_tokens=5)
-    with pytest.raises(errors.NotFoundError, match="is not here"):
+    with pytest.raises(errors.NotFoundError, match="is unknown"):
         openai.completions.create(model="another", prompt=PROMPT)
     with pytest.raises(errors.BadRequestError, match="n=0"):
         openai.completions.create(model="tiny", prompt=PROMPT, n=0)
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (lambda client: client.embeddings.create(model="tiny", input="a"), "NotFoundError"),
+        (lambda client: client.responses.create(model="tiny", input="a"), "NotFoundError"),
+        (lambda client: chat(client, response_format={"type": "json_object"}), "BadRequestError"),
+        (lambda client: chat(client, reasoning_effort="high"), "BadRequestError"),
+        (lambda client: chat(client, service_tier="flex"), "BadRequestError"),
+        (lambda client: chat(client, extra_body={"no_such_field": 1}), "BadRequestError"),
+        (lambda client: chat(client, messages=[{"role": "user", "content": [IMAGE]}]), "BadRequestError"),
+    ],
+)
+def test_openai_repeats_no_request_that_cannot_be_served(live: Any, ask: Any, error: str) -> None:
+    sent: list[httpx.Request] = []
+    errors = pytest.importorskip("openai")
+    with httpx.Client(event_hooks={"request": [sent.append]}, timeout=60) as http:
+        client = errors.OpenAI(base_url=f"{live.url}/v1", api_key="EMPTY", max_retries=2, http_client=http)
+        with pytest.raises(getattr(errors, error)) as raised:
+            ask(client)
+        assert len(sent) == 1 and len(raised.value.body["message"]) > 20
+        assert chat(client, service_tier="auto", metadata={"run": "1"}).choices[0].message.content is not None
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def chat(client: Any, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": USER, "max_tokens": 4, **options})
+
+
+def test_the_program_in_the_docs_runs(live: Any) -> None:
+    pytest.importorskip("openai")
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/http.md").read_text(), re.DOTALL)
+    text = program.replace("http://127.0.0.1:8000", live.url).replace("n=4)", "n=4, max_tokens=4)")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and len(ast.literal_eval(done.stdout)) == 4, done.stderr
 
 
 # renderers, verifiers
@@ -238,7 +280,7 @@ def areal_backend(tmp_path: Path) -> Any:
     """Its backend of SGLang, out of its own source: the module around it imports a cluster's worth of packages."""
     found = importlib.util.find_spec("areal")
     if found is None or found.submodule_search_locations is None:
-        pytest.skip("areal is not installed: make plugs")
+        pytest.skip("areal is not installed: make integrations")
     source = Path(next(iter(found.submodule_search_locations))) / "engine" / "sglang_remote.py"
     tree = ast.parse(source.read_text())
     (backend,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SGLangBackend"]
@@ -284,10 +326,10 @@ def test_areal_s_backend(live: Any, service_logprobs: Any, tmp_path: Path) -> No
 
 
 def test_the_clients_are_told_apart_from_ours() -> None:
-    """A plugs run without the packages would be green for nothing."""
+    """A run without the packages would be green for nothing."""
     missing = [
         name
         for name in ("openai", "renderers", "verifiers", "trl", "lm_eval", "areal")
         if importlib.util.find_spec(name) is None
     ]
-    assert not missing, f"{missing}: make plugs installs them"
+    assert not missing, f"{missing}: make integrations installs them"

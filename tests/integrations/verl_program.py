@@ -1,4 +1,4 @@
-"""Run by the interpreter of an environment of verl:  python tests/plugs/verl_program.py MODEL SERVICE_PYTHON
+"""Run by the interpreter of an environment of verl:  python tests/integrations/verl_program.py MODEL SERVICE_PYTHON
 
 verl's manager, router, client, worker group and registries, unpatched, over one service on this host's CPU. The trainer is a
 worker of verl's with a model of transformers. Prints one JSON object of what happened; the last line of standard output.

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.plugs
+pytestmark = pytest.mark.integrations
 
 CONVERSATIONS, TURNS = 8, 4
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.plugs, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,7 +21,7 @@ def test_steps_of_a_trainer(tiny_model: Path) -> None:
     python = os.environ.get("VERL")
     if not python:
         pytest.skip("VERL names no interpreter with verl")
-    command = [python, "tests/plugs/verl_program.py", str(tiny_model), sys.executable]
+    command = [python, "tests/integrations/verl_program.py", str(tiny_model), sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""prime-rl's loop from end to end, with SmolLM2: its configuration as docs/plugs.md has it, verifiers, its requests.
+"""prime-rl's loop from end to end, with SmolLM2: its configuration as docs/integrations.md has it, verifiers, its requests.
 
 Its trainer wants GPUs, so the trainer is ours: GRPO with AdamW, a folder of safetensors for each step.
 """
@@ -28,7 +28,7 @@ from rollout.exact import sample_logprobs, use_exact
 from rollout.process import service_process
 from tests.support.gateway import gateway
 
-pytestmark = pytest.mark.plugs
+pytestmark = pytest.mark.integrations
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -48,8 +48,8 @@ class Run(msgspec.Struct):
 
 
 def documented() -> str:
-    """The configuration in docs/plugs.md, as text."""
-    section = (ROOT / "docs" / "plugs.md").read_text().split("## With prime-rl")[1].split("\n## ")[0]
+    """The configuration in docs/integrations.md, as text."""
+    section = (ROOT / "docs" / "integrations.md").read_text().split("## With prime-rl")[1].split("\n## ")[0]
     (text,) = re.findall(r"```toml\n(.*?)```", section, re.S)
     return str(text)
 

@@ -21,7 +21,7 @@ import pytest
 from tests.support import adapters
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.plugs
+pytestmark = pytest.mark.integrations
 
 
 def checkout(name: str) -> Path:

@@ -1,0 +1,38 @@
+"""Runs a recipe from the command line: `--help`, messages, Ctrl-C, exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tyro
+
+from rollout.config import CannotServe, InputError
+from rollout.models import ModelNotFound
+from rollout.process import ServiceFailed
+from rollout.transport.errors import RolloutError
+
+Options = TypeVar("Options")
+INTERRUPTED = 130
+"""exit status after Ctrl-C"""
+
+
+def run(name: str, main: Callable[[Options], Any], options: type[Options]) -> int:
+    """Parse the arguments of `python -m rollout.recipes.NAME` and call `main`. Returns the exit status: what `main` returned,
+    if that is an integer; 1 for an error of the user or of the service, whose message is printed; 130 after Ctrl-C."""
+    given = tyro.cli(options, prog=f"python -m rollout.recipes.{name}")
+    try:
+        result = main(given)
+    except KeyboardInterrupt:
+        say(f"{name}: stopped")
+        return INTERRUPTED
+    except (CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
+        say(f"{name}: {error}")
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def say(text: str) -> None:
+    """Print progress to standard error at once."""
+    print(text, file=sys.stderr, flush=True)

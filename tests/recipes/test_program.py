@@ -1,0 +1,101 @@
+"""The command lines of all recipes: fast help with words for each option, messages, exit status."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollout.config import InputError
+from rollout.recipes import program
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.py") if path.stem not in ("policy", "program"))
+
+HELP = """
+import runpy, sys, warnings
+warnings.simplefilter("ignore", RuntimeWarning)  # grpo was imported by dapo
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_module(f"rollout.recipes.{name}", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert end.code == 0, (name, end.code)
+    slow = {"torch", "transformers", "wandb", "matplotlib", "trl"} & sys.modules.keys()
+    assert not slow, f"--help of {name} waits for {slow}"
+"""
+
+
+def test_help_waits_for_no_large_package() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP, *NAMES], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for name in NAMES:
+        assert f"usage: python -m rollout.recipes.{name} " in done.stdout
+    control = subprocess.run([sys.executable, "-c", HELP, "policy"], capture_output=True, text=True, timeout=300)
+    assert "waits for" in control.stderr, "a module that imports torch is noticed"
+
+
+def without_words(source: str) -> list[str]:
+    """Fields of `Options` that no docstring follows."""
+    (options,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Options")
+    silent = []
+    for node, following in zip(options.body, [*options.body[1:], None], strict=True):
+        told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(node, ast.AnnAssign) and not told:
+            silent.append(ast.unparse(node.target))
+    return silent
+
+
+def test_every_option_has_words() -> None:
+    assert len(NAMES) >= 6
+    for name in NAMES:
+        assert without_words((RECIPES / f"{name}.py").read_text()) == [], name
+    assert without_words('class Options:\n    steps: int = 3\n    n: int = 1\n    """samples"""') == ["steps"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to do."""
+
+    ending: str = "well"
+    """how it ends"""
+
+
+def main(options: Options) -> object:
+    match options.ending:
+        case "well":
+            return ["rows"]
+        case "badly":
+            return 1
+        case "refused":
+            raise InputError("model 'x': is not there")
+        case "stopped":
+            raise KeyboardInterrupt
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "message"),
+    [
+        ("well", 0, ""),
+        ("badly", 1, ""),
+        ("refused", 1, "agent: model 'x': is not there\n"),
+        ("stopped", 130, "agent: stopped\n"),
+    ],
+)
+def test_what_ends_a_recipe_is_its_exit_status(
+    ending: str, status: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agent", "--ending", ending])
+    assert program.run("agent", main, Options) == status
+    assert capsys.readouterr().err == message
+
+
+def test_a_bug_has_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["agent", "--ending", "otherwise"])
+    with pytest.raises(RuntimeError, match="a bug"):
+        program.run("agent", main, Options)
