@@ -21,7 +21,7 @@ from rollout.engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refresh
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging, source_of
 from rollout.engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
-from rollout.engine.worker import Worker, open_worker
+from rollout.engine.worker import Report, Worker, no_report, open_worker
 
 
 class Engine:
@@ -34,19 +34,26 @@ class Engine:
         while engine.has_work:
             for sample in engine.step(): ...
 
-    `model` may be given instead of loaded. Raises ValueError for a configuration that cannot work.
+    `model` may be given instead of loaded. report: takes the name of each phase of the start when it begins. Raises ValueError
+    for a configuration that cannot work.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelLike | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelLike | None = None,
+        limits: Limits | None = None,
+        report: Report = no_report,
+    ) -> None:
         self.limits = limits or Limits()
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
         """loads the bytes of the model's tokens when the first group asks for stop strings"""
-        self.worker = worker = open_worker(config, model)
+        self.worker = worker = open_worker(config, model, report)
         self.config = worker.config
         self.scheduler = scheduler_for(worker)
         self.counters = self.scheduler.state.counters
         self.pipeline = Pipeline(worker, self.scheduler)
-        worker.warm_up()
+        worker.warm_up(report)
         self.overlap = bool(self.config.overlap_steps)
         self.refreshes = 0
         self.refreshed: Refreshed | None = None

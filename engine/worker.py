@@ -38,6 +38,12 @@ from rollout.engine.weights.staging import Staging
 log = logging.getLogger(__name__)
 CUT = 0.9
 """`top_p` of a draw that truncates"""
+Report = Callable[[str], None]
+"""takes the name of a phase of a start"""
+
+
+def no_report(phase: str) -> None:
+    """Report nothing."""
 
 
 class ModelKernels(NamedTuple):
@@ -153,7 +159,7 @@ class Worker:
             self.asleep.remove(tag)
 
     # ── warm-up ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def warm_up(self) -> None:
+    def warm_up(self, report: Report = no_report) -> None:
         """Run a step of each size that is captured, and the largest one of all, on a device that compiles and captures on first
         use. The largest goes first: the others find room in its memory. They write into the first KV block, which no sequence
         has yet. Raises ValueError where the device's memory does not hold one."""
@@ -163,6 +169,7 @@ class Worker:
         shapes = list(self._warm_up_shapes())
         for number, (rows, count) in enumerate(shapes, 1):
             log.info("warming up step=%d of=%d sequences=%d tokens=%d", number, len(shapes), rows, rows * count)
+            report(f"warming up, step {number} of {len(shapes)}")
             try:
                 self._warm_up_step(rows, count)
             except torch.OutOfMemoryError as error:
@@ -197,19 +204,23 @@ class Worker:
             self.device.sample(logits, batch.sampling).read()
 
 
-def open_worker(config: EngineConfig, model: ModelLike | None = None) -> Worker:
+def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Report = no_report) -> Worker:
     """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, take the
-    memory of the KV pools, in this order. `Worker.config` has what the configuration leaves to the device. Raises ValueError
-    for a configuration that cannot work."""
+    memory of the KV pools, in this order. `Worker.config` has what the configuration leaves to the device. report: takes the
+    name of each phase when it begins. Raises ValueError for a configuration that cannot work."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = device_of(config)
     config = resolved(config, device)
-    model = open_model(config, device.memory) if model is None else model
+    if model is None:
+        report(f"loading the weights as {config.dtype}")
+        model = open_model(config, device.memory)
     device.check(model)
     if config.weight_offload is not None and streamed_of(model) is None:
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
+    report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
+    report("taking the memory of the KV pools")
     weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
     return Worker(config, device, kernels, take_kv(config, device, model), weights)
 

@@ -16,9 +16,11 @@ jsonl = "metrics.jsonl"
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 import tomli_w
@@ -213,15 +215,43 @@ def load(path: str | Path) -> Config:
     try:
         return msgspec.toml.decode(data, type=Config)
     except (ValueError, msgspec.MsgspecError) as error:  # TOML syntax, unknown keys, wrong types, values out of range
-        raise InputError(f"configuration {path}: {error}{_place_of(str(error))}") from error
+        raise InputError(f"configuration {path}: {error}{_advice(str(error))}") from error
 
 
-def _place_of(error: str) -> str:
-    """Name the table of a field that the file has in [engine] instead of [engine.advanced]."""
-    unknown = re.search(r"unknown field `(\w+)` - at `\$\.engine`", error)
-    if unknown is None or unknown[1] not in AdvancedConfig.__struct_fields__:
-        return ""
-    return f"; {unknown[1]} belongs in the table [engine.advanced]"
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the one of `words` that was probably meant, as "; did you mean X?"; "" if none is alike."""
+    last = word.split(".")[-1]
+    by_last = {each.split(".")[-1].lstrip("-"): each for each in sorted(words, key=len, reverse=True)}  # the shortest stays
+    alike = difflib.get_close_matches(last.lstrip("-"), by_last, 1)
+    return f"; did you mean {by_last[alike[0]]}?" if alike else ""
+
+
+UNKNOWN = re.compile(r"unknown field `(\w+)`(?: - at `\$\.?([\w.]*)`)?")
+NOT_A_CHOICE = re.compile(r"Invalid enum value '(.*)' - at `\$\.([\w.]+)`")
+
+
+def _advice(error: str) -> str:
+    """Name the key or the value that was probably meant, or the table of a field that is in [engine] instead of
+    [engine.advanced]."""
+    if (unknown := UNKNOWN.search(error)) is not None:
+        name, place = unknown[1], unknown[2] or ""
+        if place == "engine" and name in AdvancedConfig.__struct_fields__:
+            return f"; {name} belongs in the table [engine.advanced]"
+        return nearest(name, _type_at(place).__struct_fields__)
+    if (wrong := NOT_A_CHOICE.search(error)) is not None:
+        table, _, name = wrong[2].rpartition(".")
+        choices = [str(each) for each in get_args(get_type_hints(_type_at(table))[name])]
+        return f"; one of {', '.join(choices)}{nearest(wrong[1], choices)}"
+    return ""
+
+
+def _type_at(place: str) -> type[msgspec.Struct]:
+    """Return the struct of a table, e.g. engine.advanced; "" = the whole file."""
+    found: type[msgspec.Struct] = Config
+    for name in filter(None, place.split(".")):
+        kind = get_type_hints(found)[name]
+        found = next(each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, msgspec.Struct))
+    return found
 
 
 def dump(config: Config) -> str:

@@ -56,9 +56,14 @@ def resolve(name: str) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelNotFound(f"{folder}: the folder has no config.json, so it is not a transformers model")
         return folder.resolve()
-    if HUB_ID.fullmatch(name):
+    if is_on_hub(name):
         return _hub(name)
     raise ModelNotFound(f"model {name!r}: neither a folder, nor a hub id (owner/model), nor the word smollm2")
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether a name of a model is a hub id, and not a folder."""
+    return not Path(name).expanduser().is_dir() and HUB_ID.fullmatch(name) is not None
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -66,7 +66,10 @@ def service_process(config: Config, *, start_timeout_s: float = 300.0, python: s
         toml.write_text(dump(config))
         command = [python or sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready)]
         child = subprocess.Popen(
-            [*command, "--exit-on-stdin-close"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            [*command, "--exit-on-stdin-close", "--quiet"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             _await_ready(child, ready, start_timeout_s)

@@ -107,7 +107,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (15, 49), "transport": (10, 15), "rollout": (16, 35)}
+MOST = {"engine": (15, 49), "transport": (10, 15), "rollout": (16, 36)}
 """rooms, and arrows between them"""
 
 
@@ -215,7 +215,8 @@ for words in sys.argv[1:]:
 COMMANDS = (
     "--help", "serve --help", "keys init --file {folder}/keys.json", "serve --model /nowhere --ready-file /nowhere/ready",
     "status --address tcp://127.0.0.1:1 --timeout 0.1", "top --address tcp://127.0.0.1:1 --once --timeout 0.1",
-    "fleet drain --address tcp://127.0.0.1:1", "generate --prompts /nowhere --out - --address tcp://127.0.0.1:1",
+    "pause --address tcp://127.0.0.1:1 --timeout 0.1", "refresh /nowhere --address tcp://127.0.0.1:1 --timeout 0.1",
+    "--version", "fleet drain --address tcp://127.0.0.1:1", "generate --prompts /nowhere --out - --address tcp://127.0.0.1:1",
 )  # fmt: skip
 
 

@@ -46,18 +46,31 @@ def build(isa: str, folder: Path = SOURCES) -> Path:
     if shipped.exists():
         return shipped
     compiler = find_compiler()
-    cache = cache_dir() / "native"
-    target = cache / library_name(
-        isa, folder, os.path.realpath(compiler), str(os.stat(compiler).st_mtime_ns), platform.machine()
-    )
+    target = _cached(isa, compiler, folder)
     if target.exists():
         return target
+    cache = target.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NativeUnavailable(f"cannot write to {cache} ({error}): set ROLLOUT_CACHE to a writable folder") from error
     compile_library(isa, compiler, target, folder)
     return target
+
+
+def is_built(isa: str) -> bool:
+    """Return whether `build` would compile nothing: a library is in the wheel or cached, or there is no compiler. Raises
+    ValueError for an unknown isa."""
+    try:
+        return (SHIPPED / library_name(isa)).exists() or _cached(isa, find_compiler()).exists()
+    except NativeUnavailable:
+        return True
+
+
+def _cached(isa: str, compiler: str, folder: Path = SOURCES) -> Path:
+    """Return where a library that this compiler makes is stored."""
+    about = os.path.realpath(compiler), str(os.stat(compiler).st_mtime_ns), platform.machine()
+    return cache_dir() / "native" / library_name(isa, folder, *about)
 
 
 def find_compiler() -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, get_type_hints
 
 import msgspec
 import tyro
 
 from rollout import config as configuration
-from rollout.config import DEFAULT_ENDPOINT, Config, InputError
+from rollout.config import DEFAULT_ENDPOINT, Config, InputError, nearest
 from rollout.engine.config import IsaName, KVName, WeightOffload
-from rollout.engine.types import Sampling
+from rollout.engine.types import KVPolicy, Sampling, Tag
 from rollout.transport.keys.files import DEFAULT_FILE, Role
 
 Settings = Annotated[Config, tyro.conf.arg(name="")]
@@ -19,11 +19,17 @@ Settings = Annotated[Config, tyro.conf.arg(name="")]
 class ServeArgs(msgspec.Struct, kw_only=True):
     """Serve a model until Ctrl-C or SIGTERM. Flags override the TOML file, and the file overrides the defaults."""
 
+    positional: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = ""
+    """smollm2, a folder, or a Hugging Face Hub id"""
     settings: Settings = Config()
     config: str | None = None
     """TOML file with tables [engine], [service], [limits], [tracking], [fleet]"""
     model: str | None = None
     """short for --engine.model"""
+    port: int | None = None
+    """port of --service.endpoint; 0 = any free port"""
+    host: str | None = None
+    """bind address of --service.endpoint; any other than loopback needs --service.keys"""
     journal: str | None = None
     """short for --service.journal"""
     metrics_port: int | None = None
@@ -40,6 +46,8 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """write the endpoint to this file once the service listens"""
     exit_on_stdin_close: bool = False
     """stop when standard input is closed, that is, when the parent process exits"""
+    quiet: bool = False
+    """do not describe the start and the end; print the address, warnings and errors"""
     restart: bool = False
     """run the service as a child process and restart it at the same address when it dies or its loop stalls for
     --service.exit-when-stalled-s (default: 10 x stall_s); with --journal it resumes its groups"""
@@ -66,7 +74,7 @@ class KeysArgs(msgspec.Struct, kw_only=True):
 
 
 class StatusArgs(msgspec.Struct, kw_only=True):
-    """Print the status of a running service as JSON."""
+    """Print the status of a running service: model, weights, groups, rates, KV and clients."""
 
     address: str = DEFAULT_ENDPOINT
     """address of the service, or a connection file"""
@@ -74,6 +82,82 @@ class StatusArgs(msgspec.Struct, kw_only=True):
     """seconds to wait for the service"""
     wait: float = 0.0
     """seconds to retry if no service answers or its loop is stalled; the reason is printed to standard error"""
+    json: bool = False
+    """print the whole status as JSON"""
+
+
+class ControlArgs(msgspec.Struct, kw_only=True):
+    """Ask a running service for something."""
+
+    verb: ClassVar[str] = ""
+    """name of the command"""
+    address: str = DEFAULT_ENDPOINT
+    """address of the service, or a connection file"""
+    timeout: float = 60.0
+    """seconds to wait for the service"""
+
+
+class PauseArgs(ControlArgs, kw_only=True):
+    """Stop generation for all clients between two steps, until Ctrl-C or `rollout resume`."""
+
+    verb: ClassVar[str] = "pause"
+
+
+class ResumeArgs(ControlArgs, kw_only=True):
+    """End every pause and drain, of any client."""
+
+    verb: ClassVar[str] = "resume"
+
+
+class DrainArgs(ControlArgs, kw_only=True):
+    """Finish the started groups and start no others, until Ctrl-C or `rollout resume`. With --timeout exceeded, the service
+    resumes."""
+
+    verb: ClassVar[str] = "drain"
+    timeout: float = 3600.0
+    """seconds to wait for the groups that have started"""
+
+
+class SleepArgs(ControlArgs, kw_only=True):
+    """Release the service's device memory, until Ctrl-C or `rollout wake`. Running samples continue then."""
+
+    verb: ClassVar[str] = "sleep"
+    timeout: float = 300.0
+    """seconds to wait for the service"""
+    level: Literal[1, 2] = 1
+    """1: move the weights to host memory; 2: drop them, so that a refresh must follow `rollout wake`"""
+
+
+class WakeArgs(ControlArgs, kw_only=True):
+    """Undo `rollout sleep`, of any client."""
+
+    verb: ClassVar[str] = "wake"
+    timeout: float = 300.0
+    """seconds to wait for the service"""
+    tags: tuple[Tag, ...] = ()
+    """what to wake; default: all that is asleep"""
+
+
+class AbortArgs(ControlArgs, kw_only=True):
+    """Abort all groups of all clients. Their samples return as "aborted" with their tokens so far."""
+
+    verb: ClassVar[str] = "abort"
+
+
+class RefreshArgs(ControlArgs, kw_only=True):
+    """Replace the weights by those of a folder of safetensors, in place, while generation continues."""
+
+    folder: tyro.conf.Positional[str]
+    """folder that the service can read too"""
+    verb: ClassVar[str] = "refresh"
+    timeout: float = 600.0
+    """seconds to wait until the weights are live"""
+    version: int | None = None
+    """version of the new weights, above the live one; default: the next"""
+    kv: KVPolicy = "keep"
+    """KV of running samples: keep it, recompute it under the new weights, or abort the samples"""
+    partial: bool = False
+    """tensors that the folder lacks keep their values"""
 
 
 class FleetArgs(msgspec.Struct, kw_only=True):
@@ -106,9 +190,12 @@ class GenerateArgs(msgspec.Struct, kw_only=True):
     """Generate samples for the prompts of a JSONL file. Writes one JSON object per sample as soon as it finishes."""
 
     prompts: str
-    """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, optionally with an "id" field"""
+    """JSONL file; a line is {"messages": [...]}, {"prompt": "text"} or {"token_ids": [...]}, optionally with an "id" field;
+    other fields are copied to the samples"""
     out: str
     """JSONL file to write; - = standard output"""
+    resume: bool = False
+    """keep the samples that --out has from an interrupted run of the same prompts, and generate the others"""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     address: str | None = None
     """address of a running service, or a connection file; default: start a service for this run"""
@@ -147,7 +234,7 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     """file with the token that requests must send as Authorization: Bearer; only its owner may have read access"""
     allowed_hosts: tuple[str, ...] = ()
     """additional host names accepted in the Host header, for example the name that a proxy forwards"""
-    model_name: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = ()
     """model names accepted in requests; default: the service's own"""
     tokenizer: str | None = None
     """folder or Hugging Face Hub id of the tokenizer, if not at the model path that the service reports"""
@@ -198,7 +285,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """replicas in the `fleet` benchmark"""
 
 
-Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | FleetArgs | KeysArgs | BenchArgs | DemoArgs
+Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | ControlArgs | FleetArgs | KeysArgs | BenchArgs | DemoArgs
 
 
 def commands(settings: Config) -> dict[str, Command]:
@@ -208,6 +295,13 @@ def commands(settings: Config) -> dict[str, Command]:
         "generate": GenerateArgs(prompts=tyro.MISSING, out=tyro.MISSING, settings=settings),
         "status": StatusArgs(),
         "top": TopArgs(),
+        "pause": PauseArgs(),
+        "resume": ResumeArgs(),
+        "drain": DrainArgs(),
+        "sleep": SleepArgs(),
+        "wake": WakeArgs(),
+        "abort": AbortArgs(),
+        "refresh": RefreshArgs(folder=tyro.MISSING),
         "fleet": FleetArgs(action=tyro.MISSING),
         "keys": KeysArgs(action=tyro.MISSING),
         "http": HttpArgs(),
@@ -221,6 +315,13 @@ DESCRIPTIONS = {
     "generate": "generate samples for the prompts of a JSONL file",
     "status": "print the status of a running service",
     "top": "watch a running service",
+    "pause": "stop generation until Ctrl-C or `rollout resume`",
+    "resume": "end every pause and drain",
+    "drain": "finish the started groups and start no others",
+    "sleep": "release the device memory until Ctrl-C or `rollout wake`",
+    "wake": "undo a sleep",
+    "abort": "abort all groups of all clients",
+    "refresh": "replace the weights by those of a folder",
     "fleet": "change the replicas of a running fleet",
     "keys": "create and revoke keys",
     "http": "serve HTTP APIs in front of a running service",
@@ -229,24 +330,64 @@ DESCRIPTIONS = {
 }
 
 
+ABOUT = """Generate samples for reinforcement learning of language models. `rollout --version` prints versions,
+`rollout --tyro-print-completion bash` (or zsh, fish) a completion script."""
+
+
 def parse(argv: list[str]) -> Command:
     """Parse the command line: flags override the TOML file of `--config`, and the file overrides the defaults.
 
     Raises:
         InputError: the file cannot be read or is invalid.
-        SystemExit: status 2 after printing a usage error, or 0 after `--help`.
+        UsageError: an unknown command, flag or word.
+        SystemExit: status 2 after printing another usage error, or 0 after `--help`.
     """
     argv = with_ray_address(argv)
     path = config_file(argv)
     base = Config() if path is None else configuration.load(path)
     offload = base.engine.weight_offload
     named = commands(with_offload(base, offload or WeightOffload()))  # --help lists its flags, on or off
+    if argv and not argv[0].startswith("-") and argv[0] not in named:
+        raise UsageError(f"unknown command {argv[0]!r}{nearest(argv[0], named)} (commands: {', '.join(named)})")
     line = tyro.extras.subcommand_type_from_defaults(named, DESCRIPTIONS)
-    args: Command = tyro.cli(line, args=argv, prog="rollout", config=(tyro.conf.AvoidSubcommands,))
+    args, unknown = tyro.cli(
+        line,
+        args=argv,
+        prog="rollout",
+        description=ABOUT,
+        config=(tyro.conf.AvoidSubcommands,),
+        return_unknown_args=True,
+    )
+    if unknown:
+        raise UsageError(unknown_words(argv[0], unknown, flags_of(named[argv[0]])))
     asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)
     if isinstance(args, ServeArgs | GenerateArgs) and offload is None and not asked:
         args.settings = with_offload(args.settings, None)
     return args
+
+
+class UsageError(Exception):
+    """The command line has a word that means nothing; the message names the word and the nearest one that exists."""
+
+
+def unknown_words(command: str, unknown: list[str], flags: list[str]) -> str:
+    """Describe what is wrong with the first of the unknown words."""
+    word = unknown[0].partition("=")[0]
+    if word.startswith("-"):
+        return f"unknown flag {word}{nearest(word, flags)} (all flags: rollout {command} --help)"
+    return f"unexpected argument {word!r} (usage: rollout {command} --help)"
+
+
+def flags_of(args: msgspec.Struct, prefix: str = "--") -> list[str]:
+    """List the flags of a command, or of the table `prefix`."""
+    flags = []
+    hints = get_type_hints(type(args), include_extras=True)
+    for name, hint in ((name, hints[name]) for name in args.__struct_fields__):
+        names = [each.name for each in getattr(hint, "__metadata__", ()) if getattr(each, "name", None) is not None]
+        flag = prefix + (names[0] if names else name).replace("_", "-")
+        value = getattr(args, name)
+        flags += flags_of(value, f"{flag}." if flag != "--" else flag) if isinstance(value, msgspec.Struct) else [flag]
+    return flags
 
 
 def with_ray_address(argv: list[str]) -> list[str]:
@@ -285,6 +426,22 @@ def with_metrics_port(config: Config, port: int | None) -> Config:
         return msgspec.structs.replace(config, tracking=msgspec.structs.replace(config.tracking, metrics_port=port))
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def with_address(config: Config, host: str | None, port: int | None) -> Config:
+    """Replace the host and the port of the endpoint. Raises InputError for an endpoint that has none, or an invalid port."""
+    if host is None and port is None:
+        return config
+    endpoint = config.service.endpoint
+    if not endpoint.startswith("tcp://"):
+        raise InputError(f"--host and --port with --service.endpoint {endpoint}, which is no tcp://HOST:PORT: leave one out")
+    if port is not None and not 0 <= port <= 65535:
+        raise InputError(f"--port {port}: must be 0 (any free port) to 65535")
+    old_host, _, old_port = endpoint.removeprefix("tcp://").rpartition(":")
+    if host is not None and ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    endpoint = f"tcp://{old_host if host is None else host}:{old_port if port is None else port}"
+    return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, endpoint=endpoint))
 
 
 def with_model(config: Config, model: str | None) -> Config:

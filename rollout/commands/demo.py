@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from rollout import models
 from rollout.client.api import RolloutClient
+from rollout.commands.progress import Phases
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.engine.types import Sample, Sampling
@@ -37,8 +39,11 @@ def run(model: str, n: int, max_tokens: int) -> int:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     sampling = Sampling(n=n, max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=0)
-    console.print(f"starting the service with {model} …")
-    with service_process(Config(engine=EngineConfig(model=str(folder), kv_gib=0.5, cpu_offload_gib=0))) as service:
+    config = Config(engine=EngineConfig(model=str(folder), kv_gib=0.5, cpu_offload_gib=0))
+    with ExitStack() as stack:
+        with Phases("rollout demo") as progress:
+            progress.begin(f"starting a service of {model}")
+            service = stack.enter_context(service_process(config))
         with RolloutClient(service.endpoint, name="demo") as client:
             console.print(f"{len(prompts)} prompts × n = {n}, at most {max_tokens} tokens each → {service.endpoint}")
             started = time.perf_counter()

@@ -26,7 +26,7 @@ from rollout.client.text import text_of
 from rollout.commands.connecting import connected
 from rollout.commands.interrupt import STATUS
 from rollout.commands.lines import counted
-from rollout.commands.progress import Progress
+from rollout.commands.progress import Phases
 from rollout.commands.sample_file import Prompt, complete_groups, keep_groups, open_out
 from rollout.config import Config, InputError, nearest
 from rollout.engine.types import Sample, Sampling
@@ -52,7 +52,7 @@ class PromptLine(msgspec.Struct):
     """other fields, which are copied to the samples"""
 
 
-class Files(NamedTuple):
+class RunFiles(NamedTuple):
     """Paths of a run. out: - = standard output. resume: keep the samples that `out` has."""
 
     prompts: str
@@ -87,7 +87,7 @@ class Written:
         )
 
 
-def run(files: Files, sampling: Sampling, address: str | None, config: Config, tokenizer: str | None = None) -> int:
+def run(files: RunFiles, sampling: Sampling, address: str | None, config: Config, tokenizer: str | None = None) -> int:
     """Sample the prompts of a file. Returns the exit status: 0, 1 if a sample ended in an error, or 130 after Ctrl-C.
 
     address: a running service; None starts one with `config` for this run. tokenizer: a model as `models.resolve` takes
@@ -117,7 +117,7 @@ def run(files: Files, sampling: Sampling, address: str | None, config: Config, t
 
 def start(stack: ExitStack, config: Config) -> str:
     """Start a service for this run. Returns its address."""
-    with Progress("rollout generate") as progress:
+    with Phases("rollout generate") as progress:
         progress.begin(f"opening {config.engine.model}")
         models.resolve(config.engine.model)  # a download or conversion belongs to this terminal
         progress.begin(f"starting a service of {config.engine.model}")

@@ -33,7 +33,7 @@ def run(args: HttpArgs) -> int:
             admin_port=args.admin_port,
             token=token_of(args.token_file),
             allowed_hosts=args.allowed_hosts,
-            names=args.model_name,
+            names=args.served_model_name,
             overlong=args.overlong,
         )
     except ValueError as error:

@@ -3,10 +3,8 @@ that cannot be served; 130 = stopped by Ctrl-C."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +14,7 @@ from rollout.commands import arguments
 from rollout.commands.arguments import (
     BenchArgs,
     Command,
+    ControlArgs,
     DemoArgs,
     FleetArgs,
     GenerateArgs,
@@ -24,13 +23,14 @@ from rollout.commands.arguments import (
     ServeArgs,
     StatusArgs,
     TopArgs,
+    UsageError,
 )
 from rollout.commands.connecting import connected
 from rollout.commands.interrupt import STATUS, imports_end
 from rollout.config import CannotServe, Config, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
-from rollout.transport.errors import RequestTimeout, RolloutError, ServiceLost
+from rollout.transport.errors import RolloutError
 from rollout.transport.keys.files import BadKeys
 
 
@@ -40,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     words = sys.argv[1:] if argv is None else argv
     name = " ".join(["rollout", *words[:1]])
+    if words[:1] == ["--version"]:
+        from rollout.commands import version
+
+        print("\n".join(version.lines()))
+        return 0
     try:
         command = command_of(arguments.parse(words))
         imports_end()
@@ -49,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         return STATUS
+    except UsageError as error:
+        print(f"rollout: {error}", file=sys.stderr)
+        return 2
     except (BadKeys, CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
@@ -77,9 +85,16 @@ def command_of(args: Command) -> Callable[[], int]:
                 )
             config = arguments.with_model(args.settings, args.model)
             tokenizer = args.model if args.address else None
-            return partial(generate.run, args.prompts, args.out, args.sampling, args.address, config, tokenizer=tokenizer)
+            files = generate.RunFiles(args.prompts, args.out, args.resume)
+            return partial(generate.run, files, args.sampling, args.address, config, tokenizer=tokenizer)
         case StatusArgs():
-            return partial(status, args)
+            from rollout.commands import status
+
+            return partial(status.run, args)
+        case ControlArgs():
+            from rollout.commands import control
+
+            return partial(control.run, args)
         case FleetArgs():
             return partial(fleet, args)
         case TopArgs():
@@ -96,23 +111,6 @@ def command_of(args: Command) -> Callable[[], int]:
             from rollout.commands import demo
 
             return partial(demo.run, args.model, args.n, args.max_tokens)
-
-
-def status(args: StatusArgs) -> int:
-    """Print the status of a running service. Retry for `args.wait` seconds and print the reason of each failure. Raises
-    InputError, ServiceLost, RequestTimeout."""
-    until, told = time.monotonic() + args.wait, ""
-    while True:
-        try:
-            with connected(args.address, "rollout status", args.timeout) as client:
-                print(json.dumps(client.status(timeout=args.timeout), indent=2))
-            return 0
-        except (RequestTimeout, ServiceLost) as error:
-            if time.monotonic() >= until:
-                raise
-            if told != error.message:
-                told = error.message
-                print(f"rollout status: {told}; asking again", file=sys.stderr, flush=True)
 
 
 def fleet(args: FleetArgs) -> int:

@@ -6,13 +6,16 @@ import gc
 import os
 import signal
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.commands.arguments import ServeArgs, with_journal, with_metrics_port, with_model
+from rollout.commands import lines
+from rollout.commands.arguments import ServeArgs, with_address, with_journal, with_metrics_port, with_model
+from rollout.commands.progress import Phases, nothing, write_line
 from rollout.commands.starting import Stopper, open_journal, start
 from rollout.config import Config, InputError
 from rollout.process import Folder, check_writable, write_atomically
@@ -27,56 +30,59 @@ def run(args: ServeArgs) -> int:
 
     Raises InputError for a configuration that this model or machine cannot serve, CannotServe for the model itself.
     """
+    write = nothing if args.quiet else write_line
     config = configured(args)
     check_writable("--ready-file", args.ready_file)
-    stop = Stopper()
+    stop = Stopper(write)
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
     if args.restart:
-        return keep_serving(config, stop, args.ready_file)
+        return keep_serving(config, stop, args)
     with ExitStack() as stack:
-        if config.fleet.is_router:
-            from rollout.commands import serve_fleet
-
-            service = stack.enter_context(serve_fleet.fleet_service(config, open_journal(config)))
-            told = serve_fleet.described(config)
-        elif config.fleet.join is not None:
-            from rollout.commands import serve_replica
-
-            service = stack.enter_context(serve_replica.joined_service(config, stop))
-            told = f"a replica of {config.fleet.join}"
-        else:
-            engine, service = start(config)
-            told = f"KV {engine.status()['kv']}"
-        stop.service_stop = service.stop
-        if stop.asked:
-            service.stop()
+        progress = stack.enter_context(Phases("rollout serve", write))
+        service = stack.enter_context(opened(config, stop, progress))
+        stop.serves(service.stop, lambda: lines.stopping_line(service.unfinished))
+        progress.close()
         with suppress(BrokenPipeError):  # whoever started it need not read on
-            print(f"rollout: serving {config.engine.model} at {service.endpoint}, {clients_of(config)}, {told}", flush=True)
+            print(f"rollout: serving {config.engine.model} at {service.endpoint}, {lines.clients_of(config)}", flush=True)
+        progress.say(f"ready in {progress.seconds:.1f} s; Ctrl-C stops it")
+        for line in lines.next_lines(service.endpoint, config):
+            progress.say(line)
         if args.ready_file:
             write_atomically(Path(args.ready_file), service.endpoint)
         watchdog = Watchdog(service.watch, config.service.exit_when_stalled_s)
         stack.callback(watchdog.close)
         serve_on(service)
+        progress.say(lines.stopped_line(service.status()))
     return stop.status
 
 
-def clients_of(config: Config) -> str:
-    """Tell people who may connect."""
-    router = config.fleet.join
-    if router is not None and "://" not in router:
-        return "for its router alone"  # by the keys that it makes for itself
-    return "for this user on this host" if config.service.keys is None else "for those with keys"
+@contextmanager
+def opened(config: Config, stop: Stopper, progress: Phases) -> Iterator[Service]:
+    """Start the service of a router, of a replica or of an engine."""
+    if config.fleet.is_router:
+        from rollout.commands import serve_fleet
+
+        with serve_fleet.fleet_service(config, open_journal(config), progress) as service:
+            yield service
+    elif config.fleet.join is not None:
+        from rollout.commands import serve_replica
+
+        with serve_replica.joined_service(config, stop, progress) as service:
+            yield service
+    else:
+        _, service = start(config, progress)
+        yield service
 
 
-def keep_serving(config: Config, stop: Stopper, ready_file: str | None) -> int:
+def keep_serving(config: Config, stop: Stopper, args: ServeArgs) -> int:
     """Serve in one process after the other until a signal. Returns the exit status."""
     from rollout.commands.supervise import Supervisor, serving
 
     with Folder("serve") as folder:
-        supervisor = Supervisor(serving(config, folder), ready_file)
-        stop.service_stop = supervisor.stop
-        return supervisor.run()
+        supervisor = Supervisor(serving(config, folder, quiet=args.quiet), args.ready_file)
+        stop.serves(supervisor.stop, lambda: "stopping the service")
+        return supervisor.run() or stop.status
 
 
 def serve_on(service: Service) -> None:
@@ -92,7 +98,10 @@ def serve_on(service: Service) -> None:
 
 def configured(args: ServeArgs) -> Config:
     """Lay the short flags over the configuration. Raises InputError."""
-    config = with_metrics_port(with_journal(with_model(args.settings, args.model), args.journal), args.metrics_port)
+    if args.positional and args.model is not None:
+        raise InputError(f"{args.positional} and --model {args.model}: give the model once")
+    config = with_address(with_model(args.settings, args.positional or args.model), args.host, args.port)
+    config = with_metrics_port(with_journal(config, args.journal), args.metrics_port)
     short = {"replicas": args.replicas, "listen_replicas": args.listen_replicas, "join": args.join, "ray": args.ray}
     try:
         fleet = msgspec.structs.replace(config.fleet, **{name: value for name, value in short.items() if value is not None})

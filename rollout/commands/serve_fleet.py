@@ -18,6 +18,8 @@ import psutil
 import xxhash
 
 from rollout import models
+from rollout.commands.lines import counted
+from rollout.commands.progress import Phases
 from rollout.commands.starting import listen
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
@@ -41,7 +43,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @contextmanager
-def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
+def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> Iterator[Service]:
     """Start replicas and the router's service, which closes the journal. Raises InputError, CannotServe if local replicas do
     not start."""
     from rollout.fleet.fleet import Fleet
@@ -52,6 +54,7 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
             joins, launcher = make_replicas(config)
             sinks = open_sinks(config.tracking)
+            progress.begin(f"waiting for {described(config)}")
         except models.ModelNotFound as error:
             raise CannotServe(str(error)) from error
         except ValueError as error:
@@ -68,12 +71,13 @@ def fleet_service(config: Config, journal: Journal | None) -> Iterator[Service]:
             returning=survivors or before.version > 0,
         )
         stack.callback(fleet.close)
+        ready = lambda line: progress.say(f"{line}, after {progress.seconds:.1f} s")  # noqa: E731
         try:
             if config.fleet.replicas:
-                fleet.open(count=1 if survivors else config.fleet.replicas, patient=survivors)
+                fleet.open(count=1 if survivors else config.fleet.replicas, patient=survivors, report=ready)
             else:
-                fleet.open(math.inf, count=1, patient=True)
-            service = listen(config, fleet, journal, Tracker(config.tracking, sinks))
+                fleet.open(math.inf, count=1, patient=True, report=ready)
+            service = listen(config, fleet, journal, Tracker(config.tracking, sinks), progress)
         except ServiceLost as error:
             raise CannotServe(f"{error.message}; the reason is above") from error
         fleet.inbox.wake = service.wake
@@ -156,12 +160,12 @@ def local_launcher(config: Config) -> Launcher:
 
 
 def described(config: Config) -> str:
-    """Describe where the replicas come from."""
+    """Describe the replicas and where they come from."""
     where = "" if config.fleet.ray is None else f" on Ray ({config.fleet.ray})"
-    ways = [f"{config.fleet.replicas} replicas{where}"] if config.fleet.replicas else []
+    ways = [f"{counted(config.fleet.replicas, 'replica')} of {config.engine.model}{where}"] if config.fleet.replicas else []
     if config.fleet.listen_replicas is not None:
-        ways.append(f"replicas join at {config.fleet.listen_replicas}")
-    return ", ".join(ways)
+        ways.append(f"replicas that join at {config.fleet.listen_replicas}")
+    return " and ".join(ways)
 
 
 def replica_command(toml: Path, folder: RouterFolder, name: str) -> list[str]:
@@ -174,6 +178,7 @@ def replica_command(toml: Path, folder: RouterFolder, name: str) -> list[str]:
         folder.endpoint,
         "--fleet.name",
         name,
+        "--quiet",
     ]
     return serve if folder.lasting else [*serve, "--exit-on-stdin-close"]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.commands.starting import Stopper, start
+from rollout.commands.progress import Phases
+from rollout.commands.starting import Make, Stopper, start
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError
 from rollout.fleet.join_client import JoinClient, own_name
 from rollout.process import Folder
@@ -19,7 +20,6 @@ from rollout.transport.sockets import check_address
 from rollout.transport.weights.group import own_address
 
 if TYPE_CHECKING:
-    from rollout.service.engine_api import EngineLike
     from rollout.service.loop import Service
 
 RESTART = 75
@@ -27,7 +27,7 @@ RESTART = 75
 
 
 @contextmanager
-def joined_service(config: Config, stop: Stopper, make: Callable[[Config], EngineLike] | None = None) -> Iterator[Service]:
+def joined_service(config: Config, stop: Stopper, progress: Phases, make: Make | None = None) -> Iterator[Service]:
     """Start the service of the engine that `make` returns, and keep it joined to its router while the block runs. Raises
     InputError, CannotServe."""
     router = config.fleet.join
@@ -41,9 +41,10 @@ def joined_service(config: Config, stop: Stopper, make: Callable[[Config], Engin
             config, own = for_router(config, keys, folder)
         except ValueError as error:
             raise InputError(str(error)) from None
-        _, service = start(config, make)
+        _, service = start(config, progress, make)
         name = config.fleet.name or own_name()
         address = reachable(service.endpoint, router if keys is None else keys.address)
+        progress.begin(f"joining {router}")
         try:
             joiner = JoinClient(router, name, address, own, lambda again: stop.ask(RESTART if again else 0))
         except ValueError as error:

@@ -6,11 +6,15 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.commands import lines
+from rollout.commands.interrupt import STATUS
+from rollout.commands.progress import Phases, nothing
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.engine.types import Mode
 from rollout.metrics.sinks import Sink, open_sinks
@@ -20,13 +24,18 @@ from rollout.service.watchdog import MODELS, LoopPhase, Phase
 from rollout.transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
+    from rollout.engine.config import EngineConfig
     from rollout.engine.engine import Engine
     from rollout.service.engine_api import EngineLike
     from rollout.service.journal import Journal
     from rollout.service.loop import Service
 
 
-def start(config: Config, make: Callable[[Config], Any] | None = None) -> tuple[EngineLike, Service]:
+Make = Callable[[Config, Phases], Any]
+"""makes the engine of a configuration"""
+
+
+def start(config: Config, progress: Phases, make: Make | None = None) -> tuple[EngineLike, Service]:
     """Make the engine with `make`, by default `load`, and listen. Closes everything again if it raises: InputError,
     CannotServe."""
     with ExitStack() as started:
@@ -39,19 +48,20 @@ def start(config: Config, make: Callable[[Config], Any] | None = None) -> tuple[
             sinks = open_sinks(config.tracking)
             for sink in sinks:
                 started.callback(sink.close)
-            engine = (make or load)(config)
+            engine = (make or load)(config, progress)
             tracker = make_tracker(config.tracking, sinks, engine)
-            service = listen(config, engine, journal, tracker)
+            service = listen(config, engine, journal, tracker, progress)
         except ValueError as error:  # a configuration that this model or machine cannot serve
             raise InputError(str(error)) from error
         started.pop_all()  # the service closes them
     return engine, service
 
 
-def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker: Tracker) -> Service:
+def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker: Tracker, progress: Phases) -> Service:
     """Make the service of an engine or a fleet; it closes the journal and the tracker. Raises ValueError."""
     from rollout.service.loop import Service
 
+    progress.begin("computing the digest of the weights")
     live_of(engine)  # computes the digest of the weights now, so that no client waits for it
     models = frozenset[Phase]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
     return Service(
@@ -75,18 +85,43 @@ def open_journal(config: Config) -> Journal | None:
     return None if config.service.journal is None else Journal(config.service.journal, config.engine.model)
 
 
-def load(config: Config) -> Engine:
+def load(config: Config, progress: Phases) -> Engine:
     """Make the engine of `config.engine`; downloads its model if necessary. Raises CannotServe, ValueError."""
+    progress.begin("importing torch and transformers")
+    import torch
+
     from rollout import models
     from rollout.engine.engine import Engine
     from rollout.engine.forward.model import BrokenModel, UnsupportedModel
 
     models.hide_progress_bars()
+    name = config.engine.model
     try:
-        folder = models.resolve(config.engine.model)
-        return Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits)
+        progress.begin(f"fetching {name} from the Hugging Face Hub" if models.is_on_hub(name) else f"opening {name}")
+        folder = models.resolve(name)
+        progress.begin(kernels_phase(config.engine))
+        engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits, report=progress.begin)
     except (models.ModelNotFound, BrokenModel, UnsupportedModel) as error:
         raise CannotServe(str(error)) from error
+    size, loaded = lines.bytes_of(lines.weights_bytes(folder)), progress.took("loading")
+    where = "" if folder == Path(name).absolute() else f" from {folder}"
+    progress.say(f"{name}: {size}{where} as {config.engine.dtype}, loaded in {loaded:.1f} s")
+    threads = torch.get_num_threads() if config.engine.device == "cpu" else None
+    for line in lines.engine_lines(engine.status(), threads):
+        progress.say(line)
+    return engine
+
+
+def kernels_phase(config: EngineConfig) -> str:
+    """Name the phase in which the kernels are opened or compiled. Raises ValueError for an unknown instruction set."""
+    from rollout.engine.cpu import build, isa
+
+    if config.device != "cpu":
+        return f"opening {config.device}"
+    name = isa.best() if config.isa == "auto" else config.isa
+    if name == "torch" or build.is_built(name):
+        return f"opening the {name} kernels" if name != "torch" else "opening no kernels (isa = torch)"
+    return f"compiling the {name} kernels, once for this machine"
 
 
 def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Tracker:
@@ -100,15 +135,26 @@ def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Trac
 
 
 class Stopper:
-    """Handles SIGINT and SIGTERM: they stop the service; before it exists, they exit the process."""
+    """Handles SIGINT and SIGTERM: they stop the service; before it exists, they exit the process.
 
-    def __init__(self) -> None:
+    write: takes the line that says so, in a signal handler."""
+
+    def __init__(self, write: Callable[[str], None] = nothing) -> None:
         self.service_stop: Callable[[], None] | None = None
+        self.stopping: Callable[[], str] = lambda: "stopped before it served"
+        """describes what stops"""
         self.asked = False
         self.status = 0
         """exit status of the process when it stops"""
+        self._write = write
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+
+    def serves(self, stop: Callable[[], None], stopping: Callable[[], str]) -> None:
+        """Let signals call `stop` from now on; at once, if one has come."""
+        self.service_stop, self.stopping = stop, stopping
+        if self.asked:
+            stop()
 
     def ask(self, status: int = 0) -> None:
         """Stop the process as a signal does, with another exit status. For any thread."""
@@ -116,7 +162,11 @@ class Stopper:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self._write(f"rollout serve: {self.stopping()}")
         self.asked = True
+        if number == signal.SIGINT:
+            self.status = STATUS
         if self.service_stop is None:
             raise SystemExit(self.status)  # lost if Python runs a finalizer just then
         self.service_stop()

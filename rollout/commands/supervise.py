@@ -92,7 +92,7 @@ class Supervisor:
             return child.wait() if status is None else status, address
 
 
-def serving(config: Config, folder: Path) -> Command:
+def serving(config: Config, folder: Path, quiet: bool = False) -> Command:
     """Return the command that serves a configuration, which is written into a folder. A stalled service exits."""
     exit_s = config.service.exit_when_stalled_s
     exit_s = STALLS * config.service.stall_s if exit_s is None else exit_s
@@ -104,6 +104,6 @@ def serving(config: Config, folder: Path) -> Command:
         toml = folder / "serve.toml"
         toml.write_text(dump(msgspec.structs.replace(config, service=service)))
         words = ["serve", "--config", str(toml), "--ready-file", str(ready), "--exit-on-stdin-close"]
-        return [sys.executable, "-m", "rollout", *words]
+        return [sys.executable, "-m", "rollout", *words, *(["--quiet"] if quiet else [])]
 
     return command

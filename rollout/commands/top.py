@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rollout.client.api import RolloutClient
 from rollout.commands.connecting import connected
+from rollout.commands.lines import duration
 from rollout.config import InputError
 from rollout.transport.errors import shown
 
@@ -85,12 +86,6 @@ def bar(used: int, cached: int, size: int) -> Text:
     kept = min(cells(cached), BAR - held)
     color = "red" if size and used > 0.95 * size else "yellow" if size and used > 0.8 * size else "green"
     return Text.assemble(("█" * held, color), ("▒" * kept, "blue"), ("░" * (BAR - held - kept), "dim"))
-
-
-def duration(seconds: float) -> str:
-    minutes, whole = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}"
 
 
 def _samples(status: dict[str, Any]) -> RenderableType:

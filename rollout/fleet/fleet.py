@@ -102,14 +102,24 @@ class Fleet:
         """counters of replicas that are dead, added up"""
         self._poll_at = 0.0
 
-    def open(self, timeout: float = 600.0, count: int | None = None, patient: bool = False) -> None:
-        """Wait until replicas serve: `count` of them, None = all; or are linked, if the live weights were lost. Raises
-        ServiceLost with the reason if a replica ends, unless `patient`, or at the time-out."""
+    def open(
+        self,
+        timeout: float = 600.0,
+        count: int | None = None,
+        patient: bool = False,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Wait until replicas serve: `count` of them, None = all; or are linked, if the live weights were lost. report: takes a
+        line for each. Raises ServiceLost with the reason if a replica ends, unless `patient`, or at the time-out."""
+        told = set[str]()
         deadline = self._clock() + timeout
         while True:
             self.step()
             up = self.replicas.linked() if self.weights.lost else self.replicas.serving()
             wanted = count or max(1, len(self.replicas.scaling.names))
+            for one in [one for one in up if one.name not in told]:
+                told.add(one.name)
+                report(f"replica {one.name} ready, {len(told)} of {wanted}")
             if len(up) >= wanted:
                 return
             if (self.replicas.deaths and not patient) or self._clock() > deadline:

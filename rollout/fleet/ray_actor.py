@@ -35,7 +35,7 @@ class ReplicaHolder:
         closes its standard input."""
         with Folder("ray") as folder:
             (folder / "replica.toml").write_text(self._toml)
-            words = ["serve", "--config", str(folder / "replica.toml"), "--exit-on-stdin-close"]
+            words = ["serve", "--config", str(folder / "replica.toml"), "--exit-on-stdin-close", "--quiet"]
             command = [sys.executable, "-m", "rollout", *words]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
                 self._child = child

@@ -173,6 +173,11 @@ class Service:
         """The bound address, with the real port."""
         return self._transport.endpoint
 
+    @property
+    def unfinished(self) -> int:
+        """Number of accepted samples that have not finished."""
+        return sum(session.running for session in self._sessions)
+
     def run(self) -> None:
         """Serve until `stop`, then end all groups as "aborted", notify the clients, and close.
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rollout import __version__
 from rollout.client.api import RolloutClient
 from rollout.commands.arguments import DESCRIPTIONS, commands
+from rollout.commands.lines import next_lines
 from rollout.commands.main import main
 from rollout.config import Config, dump
+from rollout.engine.cpu import isa
 from rollout.engine.types import Sampling
 from rollout.process import ServiceFailed, service_process
 from tests.support.waiting import until
@@ -52,6 +57,26 @@ def serving(config: Config, folder: Path) -> Iterator[tuple[subprocess.Popen[str
             process.kill()
 
 
+PHASES = (
+    "starting, process", "importing torch", "opening ", "kernels", "loading the weights as float32", "comparing the kernels",
+    "KV pools", "loaded in ", "computes with", "KV for 65,536 tokens", "digest",
+)  # fmt: skip
+"""what a start of the tiny model prints, in this order"""
+
+
+def assert_in_order(said: str, words: Sequence[str]) -> None:
+    """Each of the words comes in a line of its own, after those before."""
+    lines = iter(said.splitlines())
+    for word in words:
+        assert any(word in line for line in lines), f"{word!r} is not there, or not behind what comes before it:\n{said}"
+
+
+def test_an_order_that_does_not_hold_is_seen() -> None:
+    assert_in_order("a 1\nb 2\n", ["a", "2"])
+    with pytest.raises(AssertionError, match="'a' is not there"):
+        assert_in_order("b\na\n", ["b", "a", "a"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_serve_stops_cleanly(number: signal.Signals, tiny_config: Config, tmp_path: Path) -> None:
     with serving(tiny_config, tmp_path) as (process, endpoint), RolloutClient(endpoint) as client:
@@ -60,10 +85,13 @@ def test_serve_stops_cleanly(number: signal.Signals, tiny_config: Config, tmp_pa
         process.send_signal(number)
         samples = handle.result(timeout=60)
         assert [sample.finish_reason for sample in samples] == ["aborted", "aborted"]
-        assert process.wait(60) == 0
+        assert process.wait(60) == (130 if number == signal.SIGINT else 0)
         assert process.stderr is not None
         said = process.stderr.read()
         assert "Traceback" not in said and "leaked" not in said
+        assert_in_order(
+            said, [*PHASES, "ready in", "rollout top --address " + endpoint, "stopping: 2 samples aborted", "s, 2 samples, "]
+        )
 
 
 def test_a_child_service_ends_with_its_parent(tiny_config: Config, tmp_path: Path) -> None:
@@ -106,12 +134,36 @@ HANGS = "import time\nprint('importing', flush=True)\ntime.sleep(200)\n"
     ("module", "command"), [("tyro", "--help"), ("zmq", "serve"), ("zmq", "status"), ("rich", "top"), ("tqdm", "generate")]
 )
 def test_ctrl_c_while_modules_are_imported(module: str, command: str, tmp_path: Path) -> None:
-    """The process ends as one that Ctrl-C has ended, without a traceback; `module` takes long to import."""
+    """The process says so in one line, without a traceback; `module` takes long to import. The first line of `serve` is there
+    before the libraries of the command line."""
     (tmp_path / f"{module}.py").write_text(HANGS)
     before = os.environ.get("PYTHONPATH", "")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}{os.pathsep}{before}"}
     files = ["--prompts", "in.jsonl", "--out", "-"] if command == "generate" else []
-    assert interrupted([*ROLLOUT, command, *files], environment) == (130, "")
+    status, said = interrupted([*ROLLOUT, command, *files], environment)
+    first = ["rollout serve: starting, process "] if command == "serve" else []
+    assert status == 130 and len(lines := said.splitlines()) == len(first) + 1, said
+    assert all(line.startswith(begin) for line, begin in zip(lines, [*first, "rollout: stopped"], strict=True))
+
+
+@pytest.mark.parametrize(("command", "line"), [("top", "rollout top: stopped"), ("pause", "stopped; the service resumes")])
+def test_ctrl_c_of_a_command_that_is_connected(command: str, line: str, tiny_service: str) -> None:
+    """One line, the exit status of Ctrl-C, no traceback, and the service runs on."""
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    words = [*ROLLOUT, command, "--address", tiny_service]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeding)
+    with process, RolloutClient(tiny_service) as client:
+        try:
+            here = lambda: {one["name"] for one in client.status()["service"]["clients"]}  # noqa: E731
+            until(lambda: f"rollout {command}" in here(), "it is connected")
+            if command == "pause":
+                until(lambda: client.status()["state"] == "paused", "it has paused the service")
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 130 and "Traceback" not in said and line in said.splitlines()[-1], said
+        until(lambda: client.status()["state"] == "running", "the service runs on")
 
 
 def test_ctrl_c_that_whoever_started_us_ignores_is_ignored(tmp_path: Path) -> None:
@@ -140,6 +192,9 @@ def interrupted(command: list[str], environment: dict[str, str]) -> tuple[int, s
 
 def test_status(tiny_service: str) -> None:
     done = rollout("status", "--address", tiny_service)
+    assert done.returncode == 0 and 6 <= len(done.stdout.splitlines()) <= 15, done.stderr
+    assert "version 0, digest" in done.stdout
+    done = rollout("status", "--address", tiny_service, "--json")
     assert done.returncode == 0, done.stderr
     status = json.loads(done.stdout)
     assert status["version"] == 0 and status["kv"]["device_blocks"] == 2048
@@ -158,7 +213,7 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
     ("argv", "code", "named"),
     [
         ([], 2, "Expected one of {serve, generate,"),
-        (["sreve"], 2, "Unrecognized options: sreve"),
+        (["sreve"], 2, "unknown command 'sreve'; did you mean serve?"),
         (["serve", "--engine.blok-size", "3"], 2, "--engine.blok-size"),
         (["serve", "--config", "nowhere.toml"], 1, "nowhere.toml"),
         (["serve", "--model", "/nowhere"], 2, "neither a folder"),
@@ -243,6 +298,19 @@ def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
     finally:
         process.kill()
         process.stdout.close()
+
+
+def test_the_program_that_serve_prints_runs(tiny_service: str) -> None:
+    program = shlex.split(next_lines(tiny_service, Config())[1].removeprefix("try it: python "))
+    done = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "Sample(" in done.stdout, done.stderr
+
+
+def test_the_version_names_what_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["rollout"] == __version__ and lines["torch"] == metadata.version("torch")
+    assert f"{isa.best()} (" in lines["kernels"] and lines["arithmetic"].startswith(isa.isa_of(isa.best()).arithmetic)
 
 
 def test_help_says_what_each_command_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,17 @@ def group(i: int, max_tokens: int = 20) -> Group:
     return Group(f"g{i}", prompt(i), Sampling(n=4, max_tokens=max_tokens, seed=i))
 
 
+def test_a_start_has_one_line_for_each_replica() -> None:
+    with joined_fleet(None) as joined:
+        said: list[str] = []
+        for name in ("a", "b"):
+            joined.start(name)
+        joined.fleet.open(WAIT, 2, patient=True, report=said.append)
+        assert sorted(line.split()[1] for line in said) == ["a", "b"]
+        assert [line.split(" ", 2)[2] for line in said] == ["ready, 1 of 2", "ready, 2 of 2"]
+        joined.fleet.open(WAIT, 2, patient=True)  # without a report nothing is printed
+
+
 def test_replicas_join_with_keys_die_and_come_back(tmp_path: Path) -> None:
     """As on another host: both ends have keys. One is killed and comes back with the live weights; one stops in order."""
     with joined_fleet(tmp_path, "a", "b", step_s=0.002) as joined:

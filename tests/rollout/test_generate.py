@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout import models
-from rollout.commands.generate import OWN, Files, encode, group_ids, prompt_of, read_lines, record, run
+from rollout.commands.generate import OWN, RunFiles, encode, group_ids, prompt_of, read_lines, record, run
 from rollout.commands.sample_file import complete_groups, keep_groups
 from rollout.config import Config, InputError
 from rollout.engine.types import Sample, Sampling
@@ -90,7 +90,7 @@ def test_through_a_running_service(tmp_path: Path, tiny_service: str) -> None:
     out = tmp_path / "out.jsonl"
     prompts = write(tmp_path, *LINES)
     out.write_text("samples of another run\n")
-    assert run(Files(str(prompts), str(out)), Sampling(n=3, max_tokens=6, seed=1), tiny_service, Config()) == 0
+    assert run(RunFiles(str(prompts), str(out)), Sampling(n=3, max_tokens=6, seed=1), tiny_service, Config()) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted((row["group_id"], row["index"]) for row in rows) == [(g, i) for g in ("0", "17", "story") for i in range(3)]
     for row in rows:
@@ -102,14 +102,14 @@ def test_through_a_running_service(tmp_path: Path, tiny_service: str) -> None:
 def test_a_file_that_cannot_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:
     prompts = write(tmp_path, {"token_ids": [1]})
     with pytest.raises(InputError, match=r"--out /nowhere/x: No such file"):
-        run(Files(str(prompts), "/nowhere/x"), Sampling(), None, Config())
+        run(RunFiles(str(prompts), "/nowhere/x"), Sampling(), None, Config())
 
 
 def test_a_file_stays_as_it_is_where_nothing_is_sampled(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("samples of another run\n")
     with pytest.raises(InputError, match="no address"):
-        run(Files(str(write(tmp_path, {"token_ids": [1]})), str(out)), Sampling(), "no address", Config())
+        run(RunFiles(str(write(tmp_path, {"token_ids": [1]})), str(out)), Sampling(), "no address", Config())
     assert out.read_text() == "samples of another run\n"
 
 
@@ -118,7 +118,7 @@ def test_a_refused_group_is_an_error_with_its_reason(tmp_path: Path, tiny_servic
 
     prompts = write(tmp_path, {"token_ids": [99_999]})
     with pytest.raises(RolloutError, match="99999"):
-        run(Files(str(prompts), str(tmp_path / "out.jsonl")), Sampling(), tiny_service, Config())
+        run(RunFiles(str(prompts), str(tmp_path / "out.jsonl")), Sampling(), tiny_service, Config())
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_other_columns_and_the_prompt_are_in_the_output(
         {"token_ids": [100, 101], "id": 17},
     ]
     out = tmp_path / "out.jsonl"
-    assert run(Files(str(write(tmp_path, *lines)), str(out)), Sampling(n=2, max_tokens=3), tiny_service, Config()) == 0
+    assert run(RunFiles(str(write(tmp_path, *lines)), str(out)), Sampling(n=2, max_tokens=3), tiny_service, Config()) == 0
     by_id = {row["group_id"]: row for row in rows_of(out)}
     assert (by_id["0"]["answer"], by_id["0"]["meta"]) == (4, {"source": ["x", None]})
     assert by_id["0"]["prompt"] == "Two and two" and "answer" not in by_id["chat"]
@@ -148,7 +148,7 @@ def test_other_columns_and_the_prompt_are_in_the_output(
 def test_an_interrupted_run_is_resumed(tmp_path: Path, tiny_service: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What is complete stays as it is, to the byte; a torn line and the rest of its group go, and are generated."""
     prompts, out = write(tmp_path, *LINES, {"prompt": "more"}), tmp_path / "out.jsonl"
-    files, sampling = Files(str(prompts), str(out), resume=True), Sampling(n=3, max_tokens=6, seed=1)
+    files, sampling = RunFiles(str(prompts), str(out), resume=True), Sampling(n=3, max_tokens=6, seed=1)
     assert run(files, sampling, tiny_service, Config()) == 0
     whole = sorted(rows_of(out), key=lambda row: (row["group_id"], row["index"]))
     lines = sorted(out.read_text().splitlines(keepends=True), key=lambda line: json.loads(line)["group_id"])
@@ -176,11 +176,11 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, tiny_service: str, capsys
 )
 def test_another_input_is_never_mixed_in(lines: list[object], n: int, named: str, tmp_path: Path, tiny_service: str) -> None:
     out, first = tmp_path / "out.jsonl", write(tmp_path, {"prompt": "Once upon a time", "id": "a"})
-    assert run(Files(str(first), str(out)), Sampling(n=2, max_tokens=3), tiny_service, Config()) == 0
+    assert run(RunFiles(str(first), str(out)), Sampling(n=2, max_tokens=3), tiny_service, Config()) == 0
     out.write_text("".join(sorted(out.read_text().splitlines(keepends=True), key=lambda line: json.loads(line)["index"])))
     before = out.read_text()
     with pytest.raises(InputError, match=named):
-        files = Files(str(write(tmp_path, *lines)), str(out), resume=True)
+        files = RunFiles(str(write(tmp_path, *lines)), str(out), resume=True)
         run(files, Sampling(n=n, max_tokens=3), tiny_service, Config())
     assert out.read_text() == before
 
@@ -191,7 +191,7 @@ def test_a_file_that_is_not_of_samples_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="line 1: is not a sample of `rollout generate`"):
         complete_groups(out, {}, 1)
     with pytest.raises(InputError, match="--resume with --out -"):
-        run(Files(str(write(tmp_path, {"token_ids": [1]})), "-", resume=True), Sampling(), None, Config())
+        run(RunFiles(str(write(tmp_path, {"token_ids": [1]})), "-", resume=True), Sampling(), None, Config())
 
 
 def test_groups_are_kept_in_order(tmp_path: Path, tiny_model: Path) -> None:
@@ -225,7 +225,7 @@ def test_ctrl_c_says_what_is_left(
 
     monkeypatch.setattr(generate, "record", interrupted)
     out = tmp_path / "out.jsonl"
-    files = Files(str(write(tmp_path, *LINES)), str(out))
+    files = RunFiles(str(write(tmp_path, *LINES)), str(out))
     assert run(files, Sampling(n=2, max_tokens=4), tiny_service, Config()) == 130
     assert len(rows_of(out)) == 2
     assert "rollout generate: stopped, --resume generates the other 4: 2 samples, " in capsys.readouterr().err

@@ -461,7 +461,7 @@ def test_the_command_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
     with serving(FakeEngine()) as service:
         ready = tmp_path / "ready"
         command = [sys.executable, "-m", "rollout", "http", "--address", service.endpoint, "--port", "0"]
-        command += ["--tokenizer", str(tiny_model), "--model-name", "tiny", "--ready-file", str(ready)]
+        command += ["--tokenizer", str(tiny_model), "--served-model-name", "tiny", "--ready-file", str(ready)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
             try:
                 until(lambda: ready.exists() or process.poll() is not None, "the gateway listens", 120)

@@ -97,6 +97,7 @@ def joined_fleet(folder: Path | None, *names: str, step_s: float = 0.0) -> Itera
 
 
 def main() -> None:
+    from rollout.commands.progress import Phases, nothing
     from rollout.commands.serve_replica import joined_service
     from rollout.commands.starting import Stopper
     from rollout.config import Config, FleetConfig, ServiceConfig
@@ -110,7 +111,8 @@ def main() -> None:
     stop = Stopper()
     alone_s = float(options["alone"]) if "alone" in options else None
     config = Config(service=ServiceConfig(exit_without_clients_s=alone_s), fleet=FleetConfig(join=router, name=name))
-    with joined_service(config, stop, lambda config: HashEngine(float(step_s), options.get("fault", ""))) as service:
+    make = lambda config, progress: HashEngine(float(step_s), options.get("fault", ""))  # noqa: E731
+    with joined_service(config, stop, Phases("replica", nothing), make) as service:
         stop.service_stop = service.stop
         service.run()
     sys.stdout.flush()
