@@ -639,6 +639,21 @@ class Adapter(msgspec.Struct, frozen=True):
     targets: list[LoraTarget]
 
 
+class WeightUpdate(msgspec.Struct, frozen=True):
+    """What a refresh sends, and how it changes the live weights."""
+
+    manifest: Sequence[TensorInfo]
+    """the tensors that follow"""
+    version: int | None = None
+    """above all versions so far; None: the next one"""
+    partial: bool = False
+    """tensors that are not in the manifest stay unchanged"""
+    adapter: Adapter | None = None
+    """the new weights are base + adapter, and the manifest lists the adapter's tensors; None: it lists whole tensors"""
+    on_device: bool = False
+    """the payload is on the model's device; it is staged there if there is room"""
+
+
 class BaseMismatch(ValueError):
     """A delta or adapter was made for other weights than the live ones."""
 

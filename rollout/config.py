@@ -110,7 +110,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     listen_replicas: str | None = None
     """address at which the router accepts replicas that were started elsewhere; without --service.keys loopback only"""
     ray: str | None = None
-    """place replicas with Ray: "local" = Ray on this machine, or a cluster ("auto", HOST:PORT); needs rollout[ray]"""
+    """place replicas with Ray: "local" = Ray on this machine, or a cluster ("auto", HOST:PORT); needs the extra ray"""
     ray_join: str | None = None
     """connection file that replicas on a Ray cluster use to join, at the same path on every node; default: join on this host
     without keys"""

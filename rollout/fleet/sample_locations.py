@@ -1,4 +1,4 @@
-"""Replicas on which finished children ran: a turn that continues one finds its KV only there."""
+"""Remembers on which replicas finished children ran, because only these have the KV for the next turn."""
 
 from __future__ import annotations
 

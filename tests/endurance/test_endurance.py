@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import msgspec
@@ -273,3 +274,13 @@ def test_processes_may_start_while_memory_is_judged() -> None:
         watcher.judge()
     looks.join(10)
     assert len(watcher.series) == 300
+
+
+def test_shared_memory_that_nobody_has_mapped_is_left() -> None:
+    segment = SharedMemory(create=True, size=4096)
+    try:
+        assert leaks.mapped({segment.name, "nobody has it"}) == {segment.name}
+        segment.close()
+        assert segment.name in leaks.shared_memory() and not leaks.mapped({segment.name})
+    finally:
+        segment.unlink()

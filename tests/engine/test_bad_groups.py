@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.types import INTEGER_FIELDS, NUMBER_FIELDS, OPTIONAL_FIELDS, Group, Limits, Sampling
-from rollout.service.admission import check_sample_frames
+from rollout.service.validation import check_sample_frames
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
 LIMITS = Limits(**SMALL, max_logit_bias=2, max_allowed_token_ids=3, max_stop_strings=2, max_stop_bytes=8)

@@ -224,7 +224,7 @@ def test_a_child_that_goes_on_behind_a_string_is_refused() -> None:
     ids = np.append(stopped.token_ids, np.int32(1))
     partial = PartialSample(index=0, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), weight_versions=[(0, 0)])
     e = engine()
-    with pytest.raises(ValueError, match=f"goes on behind its token {len(ids) - 2}, which completes a stop string"):
+    with pytest.raises(ValueError, match=f"has tokens after token {len(ids) - 2}, which completes a stop string"):
         e.submit(msgspec.structs.replace(asked, partials=(partial,)))
     assert not e.has_work
 

@@ -27,6 +27,7 @@ from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
 from tests.support.played import Played, failure
 from tests.support.waiting import until
+from tests.support.wire import service_of
 
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
@@ -40,7 +41,7 @@ def serving(engine: FakeEngine | None = None, sockets: bool = False, **options: 
     endpoint = "tcp://127.0.0.1:*" if sockets else None
     options.setdefault("client_grace_s", WAIT)
     options.setdefault("timing", ServiceTiming(idle_poll_s=0.005))  # so that it stops soon
-    service = Service(engine or FakeEngine(step_s=0.0005), endpoint, transport=loopback, **options)
+    service = service_of(engine or FakeEngine(step_s=0.0005), endpoint, transport=loopback, **options)
     thread = threading.Thread(target=service.run)
     thread.start()
 

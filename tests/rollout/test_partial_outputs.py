@@ -41,12 +41,13 @@ SAMPLING = Sampling(n=4, max_tokens=150, ignore_eos=True, seed=3, raw_logprobs=T
 
 SERVICE = """
 import time
-from rollout.service.loop import Service
+from rollout.config import ServiceConfig
+from rollout.service.loop import open_service
 from tests.support.tiny import tiny_engine
 engine = tiny_engine()
 step = engine.step
 engine.step = lambda: (time.sleep(0.005), step())[1]
-service = Service(engine, "tcp://127.0.0.1:*")
+service = open_service(engine, ServiceConfig(endpoint="tcp://127.0.0.1:*"))
 print(service.endpoint, flush=True)
 service.run()
 """

@@ -35,26 +35,29 @@ from tests.support.snippets import SHELL, Snippet, commands_of, words_of
 ROOT = Path(__file__).parents[2]
 WAIT_S = 200.0
 """for a command to end and a server to be ready: a bound for hangs only"""
-PORTS = ("5655", "5656", "8000", "8001", "9100")
+PORTS = ("5655", "5656", "8000", "8001", "9000", "9100")
 """each is replaced by a free one"""
 SUBSTITUTED = (
     (".venv/bin/", ""),
     ("tcp://10.0.0.5:", "tcp://127.0.0.1:"),
     ("tcp://*:", "tcp://127.0.0.1:"),
     ("/path/to/model", "smollm2"),
+    ("checkpoints/step-100", "$ROLLOUT_CACHE/smollm2-*"),
 )
 SERVERS = (["rollout", "serve"], ["rollout", "http"])
 """commands that run until the page ends, or until another one serves at the same address"""
-SHARED = ("rollout serve --model smollm2",)
+SHARED = ("rollout serve --model smollm2", "rollout serve smollm2")
 """commands that pages share: the first one starts it"""
 TOOLS = {
     "python": """exec {python} "$@" """,
     "rollout": """
 command=$1
 case "$command $*" in  # at the page's address, unless the command names one
-  *--join*|*--service.endpoint*|*--address*) ;;
+  *--join*|*--service.endpoint*|*--address*|serve*--port*) ;;
+  serve*--host*) set -- "$@" --port "$PORT_5655" ;;
   serve*) set -- "$@" --service.endpoint "tcp://127.0.0.1:$PORT_5655" ;;
-  status*|top*|fleet*|http*) set -- "$@" --address "tcp://127.0.0.1:$PORT_5655" ;;
+  status*|top*|fleet*|http*|pause*|resume*|drain*|sleep*|wake*|abort*|refresh*)
+    set -- "$@" --address "tcp://127.0.0.1:$PORT_5655" ;;
 esac
 case "$command $*" in  # little memory
   *--engine.kv-*|generate*--address*) ;;
@@ -64,8 +67,10 @@ case "$command $*" in
   http*--port*) ;;
   http*) set -- "$@" --port "$PORT_8000" ;;
   top*) set -- "$@" --once ;;
+  pause*|drain*|sleep*) timeout 5 {python} -m rollout "$@"; [ $? = 124 ]; exit $? ;;  # which last until they are ended
 esac
 if [ -n "$READY" ]; then set -- "$@" --ready-file "$READY"; fi
+if [ "$command" = serve ]; then set -- "$@" --exit-on-stdin-close; fi  # with the test
 exec {python} -m rollout "$@"
 """,
 }
@@ -95,6 +100,7 @@ class Desk:
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "ROLLOUT_CACHE": str(self.cache),
+            "ROLLOUT_COOKIES": str(folder / "cookies"),
             "WANDB_MODE": "disabled",
         }
         self.shared: dict[str, Server] = {}
@@ -114,7 +120,7 @@ class Server:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 ["bash", "-c", f"exec {command}"],
-                cwd=folder, env={**environment, "READY": str(self._ready)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=folder, env={**environment, "READY": str(self._ready)}, stdin=subprocess.PIPE, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -136,6 +142,8 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 class Reader:
@@ -169,13 +177,11 @@ class Reader:
                 self.counts["run"] += 1
             else:
                 self._run(snippet)
+                self._compare(snippet)
         except Broken:
             raise
         except (Exception, SystemExit) as error:
             raise Broken(f"{snippet}: {type(error).__name__}: {error}") from error
-        expected = snippet.mark("prints")
-        if expected is not None and self._printed and not re.search(expected, self._printed):
-            raise Broken(f"{snippet}: prints {self._printed[-500:]!r}, not {expected!r}")
 
     def close(self) -> None:
         """Stop servers and clients that the page has left open."""
@@ -257,12 +263,22 @@ class Reader:
                 self.desk.shared[plain] = server
         self._servers[place] = server
 
+    def _compare(self, snippet: Snippet) -> None:
+        """Search what the snippet has printed for what the page expects."""
+        expected = snippet.mark("prints")
+        if expected is not None and not re.search(expected, self._printed):
+            raise Broken(f"{snippet}: prints {self._printed[-500:]!r}, not {expected!r}")
+
     def _await_servers(self) -> None:
         for server in self._servers.values():
             server.await_ready()
 
     def _environment(self) -> dict[str, str]:
-        return {**self.desk.environment, **{f"PORT_{port}": str(free) for port, free in self.ports.items()}}
+        return {
+            **self.desk.environment,
+            "HOME": str(self.folder),
+            **{f"PORT_{port}": str(free) for port, free in self.ports.items()},
+        }
 
     def _substituted(self, text: str) -> str:
         for printed, used in SUBSTITUTED:
@@ -299,8 +315,9 @@ class Reader:
         text = self._substituted(snippet.text)
         if snippet.language == "python":
             ast.parse(text, snippet.page)
-        elif snippet.language == "json":
-            json.loads(text)
+        elif snippet.language in ("json", "jsonl"):
+            for each in text.splitlines() if snippet.language == "jsonl" else [text]:
+                json.loads(each)
         elif snippet.language == "yaml":
             list(yaml.safe_load_all(text))
         elif snippet.language == "toml" and (snippet.excepted or snippet.mark("elsewhere") is not None):

@@ -6,7 +6,7 @@ A comment before a block has one or more of these words; a block without one run
 
 | words | the test |
 |---|---|
-| none | runs Python in the page's namespace and commands one after the other; parses TOML (as a `Config`), JSON and YAML |
+| none | runs Python in the page's namespace, commands one after the other; parses TOML (as a `Config`), JSON and YAML |
 | `file NAME` | writes the block to NAME in the page's folder |
 | `prints REGEX` | also searches what the block prints |
 | `apart` | runs Python in a namespace of its own |
@@ -24,10 +24,10 @@ import re
 import shlex
 from typing import NamedTuple
 
-REASONS = ("needs GPU", "k8s", "slurm", "network", "several hosts", "package ")
+REASONS = ("needs GPU", "docker", "k8s", "slurm", "network", "several hosts", "package ")
 """what no machine of the default tier has; `package NAME`: another project's, which is not among the test dependencies"""
 SHELL = ("sh", "bash", "shell")
-LANGUAGES = (*SHELL, "python", "toml", "json", "yaml")
+LANGUAGES = (*SHELL, "python", "toml", "json", "jsonl", "yaml")
 PICTURES = ("mermaid",)
 FENCE = re.compile(r"^ *```+ *([\w+-]*)")
 MARK = re.compile(r"^ *<!-- snippet: (.+?) -->$")
@@ -80,7 +80,7 @@ def snippets_of(page: str, text: str) -> list[Snippet]:
             found.append(_snippet(page, at + 1, "sh", [each[4:] for each in lines[at:end]], marks))
             at, marks = end, ""
         else:
-            if marks and line.strip():
+            if marks and line.strip() and not line.startswith("<!-- "):
                 raise ValueError(f"{page}:{at + 1}: a snippet comment without a block after it")
             if mark := MARK.match(line):
                 marks = mark[1]

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -112,3 +113,13 @@ def shared_memory() -> set[str]:
     """List the names in /dev/shm."""
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def mapped(names: set[str]) -> set[str]:
+    """Return those of the names in /dev/shm that a process has mapped: programs of others use /dev/shm too."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            text = maps.read_text()
+            found |= {name for name in names - found if f"/dev/shm/{name}" in text}
+    return found

@@ -1,4 +1,4 @@
-"""Validates requests before anything is done. Each function raises the typed error that the client gets."""
+"""Validates requests of clients before the service acts on them. Each function raises the typed error that the client gets."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outb
 
 
 def welcome(
-    hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, limits: Limits, served_model_name: str
+    hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, served_model_name: str = ""
 ) -> m.Welcome:
     """Make the answer to a Hello: the model, the limits, and which groups of the client the service has."""
     return m.Welcome(
@@ -98,7 +98,7 @@ def welcome(
         eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
         version=engine.version,
         digest=engine.weights.digest,
-        limits=limits,
+        limits=engine.limits,
         capabilities=(m.DIGESTS, *capabilities(engine.model.device)),
         arithmetic=engine.arithmetic,
         starts=starts,
