@@ -405,7 +405,7 @@ def steps(options: Options, client: RolloutClient, task: Task, train: Callable[[
     try:
         ask_held_out(client, task, outcome, "before training")
         with (
-            (options.out / "rewards.jsonl").open("w") as log,
+            (options.out / "rewards.jsonl").open("w", buffering=1) as log,
             tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar,
         ):
             for row in train(lambda phase: bar.set_description(f"step {min(bar.n + 1, options.steps)}, {phase}")):
