@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, no_tokens
+from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, html_table, no_tokens
 from rollout.transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
 from rollout.transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from rollout.transport.frames import Frame
@@ -139,6 +139,15 @@ class Handle:
         self._in_flight = len(group.prompt) + max_tokens_of(group)
         self._error: RolloutError | None = None
         self._ended = False
+
+    def __repr__(self) -> str:
+        """Describe the group in one line."""
+        samples = f"{len(self._samples)} of {self.n} samples"
+        failed = "" if self._error is None else f", {type(self._error).__name__}: {self._error.message!r}"
+        return f"{type(self).__name__}({self.group_id!r} {samples}, {len(self.group.prompt)} prompt tokens{failed})"
+
+    def _repr_html_(self) -> str:
+        return html_table(sorted(self.finished, key=lambda sample: sample.index))
 
     @property
     def may_pin_kv(self) -> bool:

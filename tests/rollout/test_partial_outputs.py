@@ -219,12 +219,6 @@ def test_groups_that_end_or_are_dropped_are_forgotten() -> None:
     assert not session.streaming._groups
 
 
-def test_a_negative_number_of_tokens_is_refused() -> None:
-    with serving(toy_engine()) as service, RolloutClient(service.endpoint) as client:
-        with pytest.raises(InvalidRequest, match="stream_every=-1"):
-            client.submit(PROMPT, Sampling(stream_every=-1)).result(WAIT)
-
-
 BOUNDS = Bounds(199, frozenset())
 
 
