@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from rollout.client.handle import Handle
+from rollout.client.handle import Handle, OpenHandle
 from rollout.engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.transport.columns import pack_partials
 from rollout.transport.errors import InvalidRequest, LimitExceeded
@@ -119,7 +119,7 @@ def turn_group(group_id: str, sample: Sample, prompt: TokenIds, sampling: Sampli
 
 def sendable(
     group: Group, *, serial: int, require_version: int, limits: Limits, client: str = "", require_digest: str = ""
-) -> Handle:
+) -> OpenHandle:
     """Make the handle of a group, with its frames. Checks types and sizes; the service checks what depends on its model and
     limits.
 
@@ -143,11 +143,11 @@ def submit_of(group: Group, *, serial: int, require_version: int, client: str) -
     return Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
 
 
-def handle_of(group: Group, submit: Submit, limits: Limits) -> Handle:
+def handle_of(group: Group, submit: Submit, limits: Limits) -> OpenHandle:
     """Make the handle of a group whose fields have the types of the wire. Raises LimitExceeded."""
     frames = pack(submit)
     check_sizes(submit, frames, limits)
-    return Handle(group, frames, digest(submit))
+    return OpenHandle(group, frames, digest(submit))
 
 
 def check_budget(handle: Handle, budget: int | None) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rollout.client import link
-from rollout.client.api import Handle, RolloutClient
+from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
+from rollout.client.handle import OpenHandle
 from rollout.client.submission import token_array
 from rollout.engine.types import Limits, Sample, Sampling, TokenChunk
 from rollout.service.loop import Service, ServiceTiming
@@ -723,7 +724,7 @@ def test_a_refused_hello_is_not_repeated_in_a_hurry(clock: Clock) -> None:
 def test_a_mistake_in_the_io_thread_leaves_nobody_waiting(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = played.client.submit([1], Sampling(), "g")
     played.get(m.Submit)
-    monkeypatch.setattr(Handle, "add_samples", lambda self, samples: 1 / 0)
+    monkeypatch.setattr(OpenHandle, "add_samples", lambda self, samples: 1 / 0)
     played.send(played.sample("g", 0))
     assert "I/O thread failed: ZeroDivisionError" in str(failure(handle))
     assert "ZeroDivisionError" in str(failure(played.client.submit([1])))
