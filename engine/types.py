@@ -292,8 +292,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"a stop string of {size} bytes: must be 1 to {limits.max_stop_bytes} (Limits.max_stop_bytes)")
 
 
-_BY_NAME = dict(zip(Sampling.__struct_fields__, Sampling.__struct_defaults__, strict=True))
-DEFAULTS = tuple(_BY_NAME[name] for name, *_ in SCALARS)
+_DEFAULT_OF = {field.name: field.default for field in msgspec.structs.fields(Sampling)}
+DEFAULTS = tuple(_DEFAULT_OF[name] for name, *_ in SCALARS)
 """of the numeric fields; they need no check"""
 
 

@@ -268,6 +268,14 @@ def test_exported_names() -> None:
         rollout.HOME  # noqa: B018
 
 
+def test_a_name_is_imported_when_it_is_asked_for() -> None:
+    """Values and errors without sockets."""
+    program = "from rollout import Group, Sampling, ServiceLost; import sys; print(*sys.modules)"
+    loaded = set(run_python(program).split())
+    assert "rollout.engine.types" in loaded and not {"zmq", "rollout.client", "torch"} & loaded
+    assert "zmq" in run_python("from rollout import RolloutClient; import sys; print(*sys.modules)").split()
+
+
 def test_every_error_is_exported() -> None:
     import rollout
     from rollout.transport.errors import KINDS, NoSession

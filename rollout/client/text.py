@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from rollout.client.submission import TokenIds
 from rollout.engine.types import Sample
@@ -58,13 +58,12 @@ class TextCodec:
             return self._encoded(self._rendered(prompt, **template), special=False)
         if template:
             raise InvalidRequest(f"{next(iter(template))}=…: is for the chat template, and the prompt is no list of messages")
-        return self._encoded(prompt, special=True) if isinstance(prompt, str) else prompt
+        return self._encoded(prompt, special=True) if isinstance(prompt, str) else cast(TokenIds, prompt)
 
     def all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenIds]:
         """Return the token ids of several prompts, or of one text or conversation. Raises InvalidRequest, NoTokenizer."""
-        if isinstance(prompts, str) or is_messages(prompts):
-            prompts = [prompts]
-        return [self.ids(prompt) for prompt in prompts]  # type: ignore[arg-type]
+        one = isinstance(prompts, str) or is_messages(prompts)
+        return [self.ids(prompt) for prompt in cast(Sequence[Prompt], [prompts] if one else prompts)]
 
     def completion_ids(self, completions: Iterable[TokenIds | str]) -> list[TokenIds]:
         """Return the token ids of texts that follow a prompt. Raises InvalidRequest, NoTokenizer."""
@@ -78,7 +77,7 @@ class TextCodec:
         if isinstance(append, str):
             return self._encoded(append, special=False)
         if not is_messages(append):
-            return append
+            return cast(TokenIds, append)
         # the template need not know the sample's text, which may not encode to the sample's tokens
         start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
         _, found, rest = self._rendered([*start, *append]).partition(REPLY)
