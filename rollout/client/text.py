@@ -97,11 +97,9 @@ class TextCodec:
             return ids
 
     def _rendered(self, messages: Messages, **template: Any) -> str:
-        arguments = {"add_generation_prompt": True, **template, "tokenize": False}
+        tokenizer, arguments = self.tokenizer, {"add_generation_prompt": True, **template, "tokenize": False}
         try:
-            text: str = self.tokenizer.apply_chat_template(list(messages), **arguments)
-        except NoTokenizer:
-            raise
+            text: str = tokenizer.apply_chat_template(list(messages), **arguments)
         except Exception as error:  # a template may raise anything
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
         return text
