@@ -239,8 +239,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 force_setattr(self, name, scalar_of(name, value))
         if 0.0 < self.temperature < 1e-3:
             raise ValueError(f"temperature={self.temperature}: must be {NUMBERS['temperature'].words}")
-        for name, flag in (("ignore_eos", self.ignore_eos), ("raw_logprobs", self.raw_logprobs)):
-            if type(flag) is not bool:
+        for name in ("ignore_eos", "raw_logprobs"):
+            if type(flag := getattr(self, name)) is not bool:
                 force_setattr(self, name, bool_of(name, flag))
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
             if ids is not None and (type(ids) is not tuple or ids):
@@ -618,8 +618,8 @@ class Group(msgspec.Struct, frozen=True, eq=False):
         size = len(self.id.encode())
         if not 1 <= size <= limits.max_id_bytes:
             raise ValueError(f"group id of {size} bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)")
-        if not isinstance(self.prompt, np.ndarray):
-            kind = type(self.prompt).__name__
+        kind = type(self.prompt).__name__
+        if kind != "ndarray":
             raise ValueError(f"prompt is a {kind}: must be int32 [prompt_tokens], np.array(tokenizer.encode(text), np.int32)")
         if self.prompt.ndim != 1 or self.prompt.dtype != np.int32:
             raise ValueError(f"prompt is {self.prompt.dtype} of shape {self.prompt.shape}: must be int32 [prompt_tokens]")
