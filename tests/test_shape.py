@@ -258,6 +258,8 @@ def test_exported_names() -> None:
     import rollout
 
     assert sorted(rollout.__all__) == [
+        "AsyncHandle",
+        "AsyncRolloutClient",
         "Handle",
         "RolloutClient",
         "RolloutError",

@@ -1,10 +1,13 @@
 """The client: submits groups, receives samples, sends weights. Imports neither torch nor an engine.
 
-api ──→ session ──→ link ──→ pending ──→ handle
-  └─→ refresh, lora    └─→ connection
+api, aio ──→ session ──→ link ──→ pending ──→ handle
+    │                     └─→ connection
+    └─→ refresh, lora
 """
 
+from rollout.client.aio import AsyncRolloutClient
 from rollout.client.api import RolloutClient
+from rollout.client.async_handle import AsyncHandle
 from rollout.client.handle import Handle
 
-__all__ = ["Handle", "RolloutClient"]
+__all__ = ["AsyncHandle", "AsyncRolloutClient", "Handle", "RolloutClient"]

@@ -18,7 +18,17 @@ from rollout.client.lora import Adapters, AdapterSource
 from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, WeightSender, answer
 from rollout.client.session import ClientSession
 from rollout.client.streams import Generation
-from rollout.client.submission import Prompt, Samples, continued_group, group_of, rest_of, scored_group, turn_group
+from rollout.client.submission import (
+    Prompt,
+    Samples,
+    check_scored,
+    continued_group,
+    group_of,
+    groups_of,
+    scored_group,
+    scored_groups,
+    turn_group,
+)
 from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
@@ -171,10 +181,7 @@ class RolloutClient:
             group_id: as for `submit`.
 
         Raises InvalidRequest for samples that ended by themselves or belong to different groups; otherwise as `submit`."""
-        name = self._session.group_id(group_id)
-        if isinstance(samples, Handle):
-            return self._session.submit(rest_of(name, samples))
-        return self._session.submit(continued_group(name, samples, prompt, sampling))
+        return self._session.submit(continued_group(self._session.group_id(group_id), samples, prompt, sampling))
 
     def next_turn(
         self,
@@ -217,8 +224,8 @@ class RolloutClient:
             timeout: maximum seconds between two samples.
 
         Raises the error of the first group that fails, and cancels the others; RequestTimeout."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            generation.submit_all(prompts, sampling, group_ids)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(groups_of(self._session.group_id, prompts, sampling, group_ids))
             yield from generation.samples(timeout)
 
     def generate_groups(
@@ -231,8 +238,8 @@ class RolloutClient:
     ) -> Iterator[list[Sample]]:
         """Yield whole groups (n samples, sorted by index) in the order of the prompts. timeout: maximum seconds for one group.
         Otherwise as `generate`."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            generation.submit_all(prompts, sampling, group_ids)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(groups_of(self._session.group_id, prompts, sampling, group_ids))
             yield from generation.groups(timeout)
 
     def score(
@@ -256,8 +263,12 @@ class RolloutClient:
 
         Raises InvalidRequest and LimitExceeded for refused tokens, GroupFailed for a completion that was not scored to its end,
         ServiceLost, RequestTimeout."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            return generation.scores(prompts, completions, sampling, timeout)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(scored_groups(self._session.group_id, prompts, completions, sampling))
+            groups = list(generation.groups(timeout))
+        for group in groups:
+            check_scored(group)
+        return groups
 
     def submit_score(
         self,

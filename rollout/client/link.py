@@ -59,7 +59,8 @@ class CallQueue:
         self._lock = threading.Lock()
 
     def put(self, function: Callable[[Any], None], argument: Any, wake: bool = True) -> None:
-        """Have the I/O thread call `function(argument)`: now, or without `wake`, after the next `wake`. For any thread."""
+        """Have the I/O thread call `function(argument)`: now, or without `wake`, after the next `wake`. For any thread; the I/O
+        thread needs no `wake`, its calls run when what has arrived is handed on."""
         with self._lock:
             if self.ended is None:
                 self._waiting.put((function, argument))
@@ -188,8 +189,8 @@ class Link:
         wait_s = min(self._timing.ack_s, self._timing.poll_s) if self._acks else self._timing.poll_s
         for frames in self._transport.receive(wait_s, sending=bool(self._outgoing) and not self._outgoing.blocked):
             self._receive(frames)
-        self.calls.run()
         self._check_timers(self._clock())
+        self.calls.run()  # with those that samples and errors of this turn have put
         self._send_waiting()
         self._outgoing.send(self._transport.send)
 
