@@ -31,7 +31,7 @@ class Wakeups:
         self._calls.put(self._wake, None, wake=False)
 
     def _wake(self, _: None) -> None:
-        by_loop = defaultdict(list)
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
         with suppress(queue.Empty):
             while True:
                 wait = self._ended.get_nowait()
