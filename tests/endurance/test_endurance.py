@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections import Counter
@@ -256,3 +257,19 @@ def test_a_minute_of_endurance(kind: str, tmp_path: Path) -> None:
     found = run(0.02, 7, [kind])  # type: ignore[list-item]
     assert not any(found[name] for name in FOUND), found
     assert found["samples"] > 100 and found["kills"] >= 2 and found["malformed"] > 1000 and found["broken_pushes"] > 2
+
+
+def test_processes_may_start_while_memory_is_judged() -> None:
+    watcher, over = leaks.Watcher(), threading.Event()
+
+    def start_processes() -> None:
+        for number in range(300):
+            watcher.look({f"process {number}": os.getpid()})
+        over.set()
+
+    looks = threading.Thread(target=start_processes)
+    looks.start()
+    while not over.is_set():
+        watcher.judge()
+    looks.join(10)
+    assert len(watcher.series) == 300

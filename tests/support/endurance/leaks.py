@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import defaultdict
 from itertools import combinations
@@ -84,20 +85,24 @@ class Watcher:
     def __init__(self) -> None:
         self.series: dict[str, list[tuple[float, Held]]] = defaultdict(list)
         """by the name that `look` was given, and the pid"""
+        self._lock = threading.Lock()
 
     def look(self, pids: dict[str, int]) -> None:
         """Note what each process holds now, of those that are there. pids: by name."""
         now = time.monotonic()
         for name, pid in pids.items():
             if (one := held(pid)) is not None:
-                self.series[f"{name} {pid}"].append((now, one))
+                with self._lock:  # `judge` runs in another thread
+                    self.series[f"{name} {pid}"].append((now, one))
 
     def judge(self) -> list[Growth]:
         """Judge the processes that lived for most of the time that was watched."""
-        ends = [series[-1][0] - series[0][0] for series in self.series.values()]
+        with self._lock:
+            seen = {who: list(series) for who, series in self.series.items()}
+        ends = [series[-1][0] - series[0][0] for series in seen.values()]
         longest = max(ends, default=0.0)
         found = []
-        for who, series in self.series.items():
+        for who, series in seen.items():
             if series[-1][0] - series[0][0] >= 0.8 * longest:
                 found += growths(who, series)
         return found

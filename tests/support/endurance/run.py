@@ -54,7 +54,7 @@ QUIET_S = 90.0
 FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "crashes", "leaks", "believed")
 """what must not be"""
 TURN_S = 0.5
-"""longest that a turn of a loop may be besides its step; the clock's time, so on a machine that has nothing else to do"""
+"""CPU seconds that a turn of a loop may take at most, besides its step; its wall time is shown, other programs add to it"""
 
 
 class Phase:
@@ -272,13 +272,14 @@ PROMISES = [
 ]
 
 
-def table(totals: Counter[str], growths: list[leaks.Growth], longest: float) -> None:
+def table(totals: Counter[str], growths: list[leaks.Growth], longest: float, longest_cpu: float) -> None:
     console = Console(width=110)
     shown = Table("promise", "", "count", "violations")
     for promise, words, counted, violations in PROMISES:
         bad = sum(totals[name] for name in violations)
         shown.add_row(promise, words, f"{totals[counted]:,}", f"[red]{bad}" if bad else "0")
-    shown.add_row("", "longest turn of a loop besides its step", f"{longest:.3f} s", "[red]1" if longest > TURN_S else "0")
+    shown.add_row("", "longest turn of a loop besides its step, wall", f"{longest:.3f} s", "")
+    shown.add_row("", "the same, computed", f"{longest_cpu:.3f} s", "[red]1" if longest_cpu > TURN_S else "0")
     console.print(shown)
     grown = Table("process", "holds", "more in its second half", "an hour")
     for growth in growths:
@@ -316,7 +317,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
     if left := leaks.shared_memory() - shared:
         print(f"left in /dev/shm: {left}")
         totals["leaks"] += len(left)
-    table(totals, growths, longest)
+    table(totals, growths, longest, longest_cpu)
     names = ("samples", "kills", "malformed", "broken_pushes", *FOUND)
     return {
         **{name: totals[name] for name in names},
@@ -337,7 +338,7 @@ def main() -> int:
     args = parser.parse_args()
     args.hours = args.hours if args.seconds is None else args.seconds / 3600
     found = run(args.hours, args.seed, args.models)
-    bad = any(found[name] for name in FOUND) or found["longest_turn_s"] > TURN_S
+    bad = any(found[name] for name in FOUND) or found["longest_turn_cpu_s"] > TURN_S
     if bad:
         print(f"to see that again: make endurance HOURS={args.hours} SEED={args.seed}")
     print(json.dumps(found))
