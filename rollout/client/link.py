@@ -189,8 +189,9 @@ class Link:
         wait_s = min(self._timing.ack_s, self._timing.poll_s) if self._acks else self._timing.poll_s
         for frames in self._transport.receive(wait_s, sending=bool(self._outgoing) and not self._outgoing.blocked):
             self._receive(frames)
+        self.calls.run()
         self._check_timers(self._clock())
-        self.calls.run()  # with those that samples and errors of this turn have put
+        self.calls.run()  # those that errors have put
         self._send_waiting()
         self._outgoing.send(self._transport.send)
 

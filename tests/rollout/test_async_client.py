@@ -322,7 +322,7 @@ def test_controls_of_the_service() -> None:
             await client.wake()
             with pytest.raises(e.InvalidRequest):
                 await client.wake(tags=("kv",))
-            with pytest.raises(e.InvalidRequest, match="fleet"):
+            with pytest.raises(e.InvalidRequest, match="this service has one engine"):
                 await client.change_replicas("scale", count=2)
             client.require_version = 0
             assert client.require_version == 0 and len(await client.submit(PROMPT, Sampling(max_tokens=3))) == 1
@@ -496,8 +496,9 @@ def test_one_wake_up_for_all_that_arrived_together() -> None:
         async with played.client as client:
             for together in (True, False):
                 handles = [client.submit([1], Sampling()) for _ in range(50)]
-                for _ in handles:
-                    await asyncio.to_thread(played.get, m.Submit)
+                status = asyncio.ensure_future(client.status())
+                await asyncio.to_thread(played.get, m.StatusRequest)  # it follows the groups
+                status.cancel()
                 tasks = [asyncio.ensure_future(handle.result()) for handle in handles]
                 tasks += [asyncio.ensure_future(anext(handle.samples())) for handle in handles]
                 await asyncio.sleep(0)  # now all of them wait
