@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.client import Handle, LinkTiming, RefreshHandle, RolloutClient, SampleStream
+    from rollout.client import AsyncHandle, AsyncRolloutClient, Handle, LinkTiming, RefreshHandle, RolloutClient, SampleStream
     from rollout.engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk, TokenColumns
     from rollout.transport.errors import (
         Busy,
@@ -38,6 +38,8 @@ if not (Path(__file__).parent / "engine").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 __all__ = [
+    "AsyncHandle",
+    "AsyncRolloutClient",
     "Busy",
     "ClientClosed",
     "Forbidden",

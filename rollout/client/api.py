@@ -18,7 +18,17 @@ from rollout.client.lora import Adapters, AdapterSource
 from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, WeightSender, answer
 from rollout.client.session import ClientSession
 from rollout.client.streams import Generation
-from rollout.client.submission import Samples, TokenIds, continued_group, group_of, rest_of, scored_group, turn_group
+from rollout.client.submission import (
+    Samples,
+    TokenIds,
+    check_scored,
+    continued_group,
+    group_of,
+    groups_of,
+    scored_group,
+    scored_groups,
+    turn_group,
+)
 from rollout.client.text import Messages, Prompt, TextCodec
 from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.messages import Welcome
@@ -205,11 +215,8 @@ class RolloutClient:
             group_id: as for `submit`.
 
         Raises InvalidRequest for samples that ended by themselves or belong to different groups; otherwise as `submit`."""
-        name = self._session.group_id(group_id)
-        if isinstance(samples, Handle):
-            return self._session.submit(rest_of(name, samples))
         ids = None if prompt is None else self._text.ids(prompt)
-        return self._session.submit(continued_group(name, samples, ids, sampling))
+        return self._session.submit(continued_group(self._session.group_id(group_id), samples, ids, sampling))
 
     def next_turn(
         self,
@@ -254,8 +261,8 @@ class RolloutClient:
             timeout: maximum seconds between two samples.
 
         Raises the error of the first group that fails, and cancels the others; RequestTimeout."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            generation.submit_all(self._text.all_ids(prompts), sampling, group_ids)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(groups_of(self._session.group_id, self._text.all_ids(prompts), sampling, group_ids))
             yield from generation.samples(timeout)
 
     def generate_groups(
@@ -268,8 +275,8 @@ class RolloutClient:
     ) -> Iterator[list[Sample]]:
         """Yield whole groups (n samples, sorted by index) in the order of the prompts. timeout: maximum seconds for one group.
         Otherwise as `generate`."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            generation.submit_all(self._text.all_ids(prompts), sampling, group_ids)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(groups_of(self._session.group_id, self._text.all_ids(prompts), sampling, group_ids))
             yield from generation.groups(timeout)
 
     def score(
@@ -293,9 +300,13 @@ class RolloutClient:
 
         Raises InvalidRequest and LimitExceeded for refused tokens, GroupFailed for a completion that was not scored to its end,
         ServiceLost, RequestTimeout."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
+        with Generation(self._session.submit) as generation:
             texts = [self._text.completion_ids(mine) for mine in completions]
-            return generation.scores(self._text.all_ids(prompts), texts, sampling, timeout)
+            generation.submit_all(scored_groups(self._session.group_id, self._text.all_ids(prompts), texts, sampling))
+            groups = list(generation.groups(timeout))
+        for group in groups:
+            check_scored(group)
+        return groups
 
     def submit_score(
         self,

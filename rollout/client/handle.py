@@ -153,6 +153,11 @@ class Handle:
         return self._in_flight
 
     @property
+    def arrived(self) -> int:
+        """Return the number of samples that have arrived."""
+        return len(self._samples)
+
+    @property
     def error(self) -> RolloutError | None:
         """Return why the group failed, None if it has not."""
         return self._error
@@ -175,7 +180,7 @@ class Handle:
         Raises the error of the group; RequestTimeout after `timeout` seconds (the group stays live)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended, timeout):
-                raise RequestTimeout(f"{len(self._samples)} of {self.n} samples after {timeout} s", self.group_id)
+                raise self.late(timeout)
             if self._error is not None:
                 raise self._error
             return sorted(self._samples, key=lambda sample: sample.index)
@@ -191,7 +196,7 @@ class Handle:
             with self._changed:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not self._changed.wait_for(lambda: self._ended or len(self._samples) > taken, left):  # noqa: B023
-                    raise RequestTimeout(f"{len(self._samples)} of {self.n} samples after {timeout} s", self.group_id)
+                    raise self.late(timeout)
                 fresh = self._samples[taken:]
                 if not fresh:
                     if self._error is not None:
@@ -199,6 +204,10 @@ class Handle:
                     return
             taken += len(fresh)
             yield from fresh
+
+    def late(self, timeout: float | None) -> RequestTimeout:
+        """Return the error for a wait of `timeout` seconds that was too short."""
+        return RequestTimeout(f"{self.arrived} of {self.n} samples after {timeout} s", self.group_id)
 
     def cancel(self, indices: Iterable[int] | None = None) -> None:
         """Abort all children, or those at `indices`. Unfinished ones return as "aborted" with their tokens so far; pinned KV of

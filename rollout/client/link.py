@@ -59,7 +59,8 @@ class CallQueue:
         self._lock = threading.Lock()
 
     def put(self, function: Callable[[Any], None], argument: Any, wake: bool = True) -> None:
-        """Have the I/O thread call `function(argument)`: now, or without `wake`, after the next `wake`. For any thread."""
+        """Have the I/O thread call `function(argument)`: now, or without `wake`, after the next `wake`. For any thread; the I/O
+        thread needs no `wake`, its calls run when what has arrived is handed on."""
         with self._lock:
             if self.ended is None:
                 self._waiting.put((function, argument))
@@ -190,6 +191,7 @@ class Link:
             self._receive(frames)
         self.calls.run()
         self._check_timers(self._clock())
+        self.calls.run()  # those that errors have put
         self._send_waiting()
         self._outgoing.send(self._transport.send)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from rollout.client.handle import Handle, OpenHandle
 from rollout.engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.transport.columns import pack_partials
-from rollout.transport.errors import InvalidRequest, LimitExceeded
+from rollout.transport.errors import GroupFailed, InvalidRequest, LimitExceeded
 from rollout.transport.frames import Frame, pack
 from rollout.transport.messages import Submit, digest
 
@@ -37,8 +37,27 @@ def group_of(
     return Group(group_id, token_array(prompt), checked(sampling), some, tuple(map(_plain_partial, partials)))
 
 
-def continued_group(group_id: str, samples: Samples, prompt: TokenIds | None, sampling: Sampling | None) -> Group:
-    """Make the group that continues unfinished samples of one group. Raises InvalidRequest."""
+def groups_of(
+    group_id: Callable[[str | None], str],
+    prompts: Sequence[TokenIds],
+    sampling: Sampling | Sequence[Sampling] | None,
+    group_ids: Sequence[str] | None,
+) -> Iterator[Group]:
+    """Make a group for each prompt. group_id: gives a group without id a new one. sampling: for all of them, or one each.
+    Raises ValueError for lists of different lengths, InvalidRequest."""
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
+    ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
+    if not len(prompts) == len(samplings) == len(ids):
+        raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
+    for prompt, one, given in zip(prompts, samplings, ids, strict=True):
+        yield group_of(group_id(given), prompt, one)
+
+
+def continued_group(group_id: str, samples: Samples | Handle, prompt: TokenIds | None, sampling: Sampling | None) -> Group:
+    """Make the group that continues unfinished samples of one group, or the missing children of a handle's. Raises
+    InvalidRequest."""
+    if isinstance(samples, Handle):
+        return rest_of(group_id, samples)
     if prompt is None or sampling is None:
         raise InvalidRequest("samples without their prompt or sampling: give the prompt and the sampling of their group")
     samples = [samples] if isinstance(samples, Sample) else list(samples)
@@ -90,6 +109,27 @@ def scored_group(group_id: str, prompt: TokenIds, completions: Sequence[TokenIds
         zeros = np.zeros(len(each), np.float32)  # ignored by the service
         partials.append(PartialSample(index=index, token_ids=each, logprobs=zeros, weight_versions=[(0, 0)]))
     return Group(group_id, token_array(prompt), sampling, None, tuple(partials), score=True)
+
+
+def scored_groups(
+    group_id: Callable[[str | None], str],
+    prompts: Sequence[TokenIds],
+    completions: Sequence[Sequence[TokenIds]],
+    sampling: Sampling | None,
+) -> Iterator[Group]:
+    """Make the groups that score the completions of each prompt. Raises InvalidRequest."""
+    if len(prompts) != len(completions):
+        raise InvalidRequest(f"{len(prompts)} prompts, {len(completions)} lists of completions: must be as many")
+    for prompt, mine in zip(prompts, completions, strict=True):
+        yield scored_group(group_id(None), prompt, mine, sampling)
+
+
+def check_scored(group: Iterable[Sample]) -> None:
+    """Raises GroupFailed for a completion that was not scored to its end."""
+    for sample in group:
+        if sample.finish_reason != "scored":
+            why = sample.error or "it was aborted"
+            raise GroupFailed(f"completion {sample.index} ended as {sample.finish_reason!r}: {why}", sample.group_id)
 
 
 def seeded(group: Group) -> Group:
