@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Sample, Sampling, TensorInfo, WeightUpdate
+from rollout.engine.types import Group, Sample, Sampling, WeightUpdate
 from rollout.engine.weights import staging
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.live import Weights, WeightsTorn
@@ -481,14 +481,14 @@ def test_applying_without_staging_shows(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_version_before_the_weights_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: tokens are labelled with the version that is being staged."""
     engine = watermark_engine()
-    begin = Weights.stage
+    stage = Weights.stage
 
-    def early(self: Weights, manifest: list[TensorInfo], **options: Any) -> Staging:
-        opened = begin(self, manifest, **options)
+    def early(self: Weights, update: WeightUpdate) -> Staging:
+        opened = stage(self, update)
         engine.scheduler.state.version = opened.version
         return opened
 
-    monkeypatch.setattr(Weights, "begin", early)
+    monkeypatch.setattr(Weights, "stage", early)
     with pytest.raises(AssertionError, match="labelled"):
         check_marks(watermark_run(engine, 25, 1000)[0])
 
