@@ -771,9 +771,10 @@ def test_a_state_is_written_where_it_is_drawn() -> None:
 # the commands
 
 
-def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
-    """As a user runs it, with a real model: two replicas make what one engine makes, one of them killed and back with weights
-    that were refreshed meanwhile. The router has no torch."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_serve_replicas(tiny_config: Config, tmp_path: Path, killed: bool) -> None:
+    """As a user runs it, with a real model: two replicas make what one engine makes, over a refresh. The router has no torch.
+    killed: one of them is, and is back with the weights that were refreshed meanwhile; hash engines show that as well."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -795,8 +796,8 @@ def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
     with service_process(config) as router, RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
         assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text()
         assert told(client) == before
-        victim = client.status()["replicas"][0]["pid"]
-        os.kill(victim, signal.SIGKILL)
+        if killed:
+            os.kill(client.status()["replicas"][0]["pid"], signal.SIGKILL)
         client.refresh(new, timeout=WAIT)
         assert told(client) == after
         until(lambda: client.status()["fleet"]["serving"] == 2, "it is back", 2 * WAIT)
