@@ -264,7 +264,7 @@ def test_the_times_table_has_one_right_answer() -> None:
 
 def test_another_data_set_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(InputError, match=r"chain_sum.*reasoning.gym.*pip install -e '\.\[grpo\]'"):
+    with pytest.raises(InputError, match=r"chain_sum.*reasoning.gym.*pip install 'rl-rollout\[reasoning-gym\]'"):
         grpo.Task(grpo.Options(task="chain_sum"), None)
     grpo.Task(grpo.Options(), None)
 
