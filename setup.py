@@ -79,7 +79,7 @@ inside = find_packages(include=["rollout", "rollout.*"], exclude=["rollout.bench
 setup(
     packages=[*inside, *(f"rollout.{name}" for name in outside)],
     package_dir={f"rollout.{folder}": folder for folder in BESIDE},
-    package_data={"rollout.engine": ["cpu/c/*"]},
+    package_data={"rollout": ["py.typed"], "rollout.engine": ["py.typed", "cpu/c/*"], "rollout.transport": ["py.typed"]},
     distclass=Kernels,
     cmdclass={"build_py": BuildKernels, "bdist_wheel": AnyPython},
 )

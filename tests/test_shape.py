@@ -107,7 +107,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (15, 49), "transport": (10, 15), "rollout": (16, 35)}
+MOST = {"engine": (15, 49), "transport": (10, 15), "rollout": (16, 36)}
 """rooms, and arrows between them"""
 
 
@@ -257,17 +257,31 @@ def test_a_class_name_means_one_thing() -> None:
 def test_exported_names() -> None:
     import rollout
 
-    assert sorted(rollout.__all__) == [
-        "Handle",
-        "RolloutClient",
-        "RolloutError",
-        "Sample",
-        "SampleStream",
-        "Sampling",
-        "__version__",
-    ]
+    assert rollout.__all__ == sorted(rollout.__all__) and set(rollout.__all__) <= set(dir(rollout))
     for name in rollout.__all__:
-        assert getattr(rollout, name) is not None
+        assert getattr(rollout, name).__name__ == name if name != "__version__" else rollout.__version__
+    static = ast.parse((ROOT / "rollout/__init__.py").read_text()).body
+    (checked,) = (each for each in static if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING")
+    imported = {alias.name for each in checked.body if isinstance(each, ast.ImportFrom) for alias in each.names}
+    assert imported | {"__version__"} == set(rollout.__all__), "what type checkers and editors see"
+    with pytest.raises(AttributeError, match="no attribute 'HOME'"):
+        rollout.HOME  # noqa: B018
+
+
+def test_a_name_is_imported_when_it_is_asked_for() -> None:
+    """Values and errors without sockets."""
+    program = "from rollout import Group, Sampling, ServiceLost; import sys; print(*sys.modules)"
+    loaded = set(run_python(program).split())
+    assert "rollout.engine.types" in loaded and not {"zmq", "rollout.client", "torch"} & loaded
+    assert "zmq" in run_python("from rollout import RolloutClient; import sys; print(*sys.modules)").split()
+
+
+def test_every_error_is_exported() -> None:
+    import rollout
+    from rollout.transport.errors import KINDS, NoSession
+
+    errors = {kind.__name__ for kind in KINDS.values()} - {NoSession.__name__}  # the client answers it by itself
+    assert len(errors) > 15 and errors <= set(rollout.__all__)
 
 
 def test_the_version_is_the_distribution_s() -> None:
@@ -317,7 +331,8 @@ def test_dotted_names_of_the_documents_exist() -> None:
 
 def test_every_folder_and_file_of_the_engine_is_in_the_map() -> None:
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs/architecture.md").read_text()))
-    here = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "engine").iterdir() if path.name[0] not in "_."}
+    here = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "engine").iterdir()}
+    here = {name for name in here if name[0] not in "_." and name != "py.typed"}
     assert here <= named
 
 

@@ -139,6 +139,10 @@ def test_every_public_name_of_an_installed_tree_can_be_imported(tree: Path, tmp_
     assert done.returncode and "engine is not there" in done.stderr, "the negative control: the sources are kept away"
 
 
+def test_type_checkers_read_the_types_of_an_installed_tree(tree: Path) -> None:
+    assert all((tree / "rollout" / folder / "py.typed").is_file() for folder in (".", "engine", "transport"))
+
+
 def test_a_built_tree_imports_what_it_has(tree: Path) -> None:
     """By every import statement, those of modules that nothing here can load among them."""
     for path in (tree / "rollout").rglob("*.py"):

@@ -5,6 +5,9 @@ api ──→ session ──→ link ──→ pending ──→ handle
 """
 
 from rollout.client.api import RolloutClient
+from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
+from rollout.client.refresh import RefreshHandle
+from rollout.client.streams import SampleStream
 
-__all__ = ["Handle", "RolloutClient"]
+__all__ = ["Handle", "LinkTiming", "RefreshHandle", "RolloutClient", "SampleStream"]
