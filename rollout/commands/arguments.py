@@ -233,7 +233,7 @@ def parse(argv: list[str]) -> Command:
     """Parse the command line: flags override the TOML file of `--config`, and the file overrides the defaults.
 
     Raises:
-        InputError: the file cannot be read or is invalid.
+        InputError: the file cannot be read or is invalid, or a flag has a value that is not accepted.
         SystemExit: status 2 after printing a usage error, or 0 after `--help`.
     """
     argv = with_ray_address(argv)
@@ -242,7 +242,10 @@ def parse(argv: list[str]) -> Command:
     offload = base.engine.weight_offload
     named = commands(with_offload(base, offload or WeightOffload()))  # --help lists its flags, on or off
     line = tyro.extras.subcommand_type_from_defaults(named, DESCRIPTIONS)
-    args: Command = tyro.cli(line, args=argv, prog="rollout", config=(tyro.conf.AvoidSubcommands,))
+    try:
+        args: Command = tyro.cli(line, args=argv, prog="rollout", config=(tyro.conf.AvoidSubcommands,))
+    except ValueError as error:  # of a struct that checks itself, such as `Sampling`
+        raise InputError(str(error)) from None
     asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)
     if isinstance(args, ServeArgs | GenerateArgs) and offload is None and not asked:
         args.settings = with_offload(args.settings, None)

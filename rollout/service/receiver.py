@@ -84,7 +84,7 @@ class Receiver:
         try:
             try:
                 message = self._decoder.unpack(frames)
-            except RolloutError:
+            except ProtocolError:
                 self.malformed += 1
                 raise
             request_id = getattr(message, "request_id", None)

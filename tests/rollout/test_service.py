@@ -150,7 +150,7 @@ def test_a_group_is_made_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> No
     ("bad", "kind", "reason"),
     [
         (submit(prompt=np.array([1.5], np.float32)), "invalid_request", "prompt is float32"),
-        (submit(n=2**63), "invalid_request", "Limits.max_n"),
+        (submit(n=2**40), "invalid_request", "Limits.max_n"),
         (submit(group_id="é" * 11), "limit_exceeded", "a group id of 22 bytes: at most 20 (Limits.max_id_bytes)"),
     ],
     ids=["an array of another kind", "more children than the limit", "an id past the limit"],
@@ -168,6 +168,20 @@ def test_bad_groups_are_refused_to_that_client_alone(bad: m.Submit, kind: str, r
     assert ids(peer.samples()) == [("before", 0), ("after", 0)]
     assert [sample.token_ids.tolist() for sample in victim.samples()] == [expected([7], i, 4) for i in range(2)]
     assert not victim.take(m.Refused)
+
+
+def test_a_sampling_that_no_service_accepts_is_refused_to_its_group() -> None:
+    bench = Bench()
+    peer = bench.client()
+    for sampling in ({"n": 0}, {"temperature": -1.0}, {"n": "two"}):
+        header = {"type": "submit", "group_id": "bad", "prompt": [1, "int32", [1]], "sampling": sampling}
+        peer.send_frames([msgspec.msgpack.encode(header), bytes(4)])
+    peer.send(submit("after", [2]))
+    bench.settle()
+    refused = peer.take(m.Refused)
+    assert [(each.kind, each.group_id) for each in refused] == [("invalid_request", "bad")] * 2 + [("protocol_error", None)]
+    assert "n=0: must be at least 1" in refused[0].message and bench.service.status()["service"]["malformed"] == 1
+    assert ids(peer.samples()) == [("after", 0)]
 
 
 def test_what_the_engine_refuses() -> None:
