@@ -61,12 +61,21 @@ def resolve(name: str) -> Path:
     raise ModelNotFound(f"model {name!r}: neither a folder, nor a hub id (owner/model), nor the word smollm2")
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """Load the transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none."""
+def tokenizer_of(name: str) -> Any:
+    """Load the transformers tokenizer of a model. Of a hub id it fetches the tokenizer's files only. name: as for `resolve`.
+    Raises ModelNotFound."""
+    if HUB_ID.fullmatch(name) and not Path(name).expanduser().is_dir():
+        return load_tokenizer(name, local=False)
+    return load_tokenizer(resolve(name))
+
+
+def load_tokenizer(folder: str | Path, local: bool = True) -> Any:
+    """Load the transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none. local: without asking
+    the hub."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{folder}: no tokenizer could be loaded from it ({error})") from error
 

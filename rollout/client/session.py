@@ -71,6 +71,12 @@ class ClientSession:
         """Set it. Groups also require the digest that this client has seen for the version."""
         self._required = Served(version, self.link.weights.digest(version))
 
+    @property
+    def summary(self) -> str:
+        """Describe the session in a few words."""
+        closed = "" if self.link.calls.ended is None else ", closed"
+        return f"{self.address!r} {self.info.model!r} version {self.link.weights.live.version}{closed}"
+
     def group_id(self, given: str | None) -> str:
         """Return the given group id, or a new one."""
         return given if given is not None else f"#{next(self._ids)}"

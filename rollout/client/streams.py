@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from rollout.client.handle import Handle, OnChange
-from rollout.client.submission import Prompt, group_of, scored_group
+from rollout.client.submission import TokenIds, group_of, scored_group
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.transport.errors import GroupFailed, InvalidRequest, RequestTimeout
 
@@ -71,7 +71,7 @@ class Generation:
 
     def submit_all(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenIds],
         sampling: Sampling | Sequence[Sampling] | None,
         group_ids: Sequence[str] | None,
     ) -> None:
@@ -87,7 +87,7 @@ class Generation:
     def samples(self, timeout: float | None) -> Iterator[Sample]:
         """Yield samples as they arrive. Raises the error of the first group that fails; RequestTimeout when none arrives for
         `timeout` seconds."""
-        left = sum(max(handle.n, 1) for handle in self._handles)  # n < 1 is refused, which is one event as well
+        left = sum(handle.n for handle in self._handles)
         while left:
             try:
                 handle, sample = self._arrived.get(timeout=timeout)
@@ -106,8 +106,8 @@ class Generation:
 
     def scores(
         self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Sequence[Prompt]],
+        prompts: Sequence[TokenIds],
+        completions: Sequence[Sequence[TokenIds]],
         sampling: Sampling | None,
         timeout: float | None,
     ) -> list[list[Sample]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.fleet.replica import Replica
 
@@ -22,7 +22,7 @@ class PlacedChildren:
 
     open: OpenGroup
     replica: Replica
-    handle: Handle
+    handle: OpenHandle
     left: set[int]
     aborts: int
     """refreshes that had aborted all groups when it was sent"""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.client.submission import continued_group
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact
@@ -28,11 +28,11 @@ class Client:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = copy.deepcopy(model)
         self.engine = tiny_engine(model=self.model)
-        self.handles: dict[str, Handle] = {}
+        self.handles: dict[str, OpenHandle] = {}
 
-    def submit(self, prompt: list[int], sampling: Sampling, group_id: str) -> Handle:
+    def submit(self, prompt: list[int], sampling: Sampling, group_id: str) -> OpenHandle:
         self.engine.submit(Group(group_id, np.array(prompt, np.int32), sampling))
-        self.handles[group_id] = Handle(Group(group_id, np.array(prompt, np.int32), sampling), [], b"")
+        self.handles[group_id] = OpenHandle(Group(group_id, np.array(prompt, np.int32), sampling), [], b"")
         self.run()
         return self.handles[group_id]
 
@@ -55,7 +55,7 @@ class Client:
         return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0, bytes=2, sent_bytes=1)
 
 
-class Waited(Handle):
+class Waited(OpenHandle):
     """The rest of a group, which runs when somebody waits for it."""
 
     client: Client
@@ -72,7 +72,7 @@ class CutClient(Client):
 
     resumed = 0
 
-    def continue_samples(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> Handle:
+    def continue_samples(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> OpenHandle:
         handle = self.handles[group_id] = Waited(continued_group(group_id, samples, prompt, sampling), [], b"")
         handle.client, self.resumed = self, self.resumed + len(samples)
         return handle
