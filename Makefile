@@ -19,9 +19,10 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 
-# processes of pytest (pytest-xdist), each of which takes a file at a time
-JOBS ?= 2
-IN_PARALLEL := -n $(JOBS) --dist loadfile
+# processes of pytest (pytest-xdist): one more than two cores, since tests also wait. Each begins with a stretch of files, and one
+# that is done takes half of what another has left
+JOBS ?= 3
+IN_PARALLEL := -n $(JOBS) --dist worksteal
 INTEGRATIONS := .venv-integrations
 RAY := .venv-ray
 DOCS := .venv-docs
@@ -38,8 +39,8 @@ LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
 
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
-	@echo "make quick   core tests, less than a minute: at each save"
-	@echo "make test    all tests of the default tier, in JOBS=2 processes; ARGS='-k fork' or a path selects, in one process"
+	@echo "make quick   core tests, less than a minute, in two processes: at each save"
+	@echo "make test    all tests of the default tier, in JOBS=3 processes; ARGS='-k fork' or a path selects, in one process"
 	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests"
 	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
 	@echo "make integrations   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
@@ -81,7 +82,7 @@ nightly: model
 	@$(BIN)/python -m pytest -m 'long and not gpu and not integrations and not ray' $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 $(ARGS)
 
 quick: $(STAMP)
-	@$(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
+	@$(BIN)/python -m pytest --quiet $(if $(ARGS),,-n 2 --dist worksteal) $(QUICK) $(ARGS)
 
 # Their packages lie in an environment of their own, over ours: .venv stays what the project needs. Without a network it must be there.
 integrations: $(INTEGRATIONS)/.installed

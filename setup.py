@@ -3,14 +3,17 @@
 Folders: `engine/`, `transport/` and `recipes/` are the packages `rollout.engine`, `rollout.transport` and `rollout.recipes`.
 What only measures (`rollout/bench`) stays in the sources.
 
-Kernels: one library for each instruction set of this architecture (`rollout.engine.cpu.isa`), compiled at once. Where there is
-no compiler the wheel has none and is for any platform."""
+Kernels: one library for each instruction set of this architecture (`rollout.engine.cpu.isa`), compiled at once. If one of them
+cannot be compiled, the build fails: a wheel without it has the same name, and is slower on some machines. ROLLOUT_KERNELS lists
+the sets that a wheel has instead, e.g. avx2,plain; none: no libraries, and the wheel is for any platform, as where there is no
+compiler. What a wheel has is read from the files' names (`rollout.engine.cpu.build.installed_kernels`)."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +27,26 @@ from rollout.engine.cpu.build import NativeUnavailable, compile_library, find_co
 from rollout.engine.cpu.isa import ISAS  # noqa: E402
 
 LIBRARIES = "rollout/engine/cpu/lib"
+COMPILE_TIMEOUT_S = 1800
+"""for each library, on a busy machine"""
 BESIDE = ("engine", "transport", "recipes")
+
+
+def known() -> list[str]:
+    return list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+
+
+def wanted() -> list[str]:
+    """Return the instruction sets that the wheel gets libraries for; empty for a wheel of any platform."""
+    named = os.environ.get("ROLLOUT_KERNELS")
+    if named is None:
+        return known() if compiler() else []
+    names = named.replace(",", " ").split()
+    if names == ["none"]:
+        return []
+    if not names or not set(names) <= set(known()):
+        raise SystemExit(f"ROLLOUT_KERNELS={named!r}: must be none, or some of {','.join(known())}")
+    return names
 
 
 def compiler() -> str | None:
@@ -39,33 +61,43 @@ class BuildKernels(build_py):
         super().run()
         if self.editable_mode:
             return
-        cc = compiler()
-        if cc is None:
-            self.warn("no C compiler (cc, gcc, clang or $CC): the kernels are compiled on first use, where there is one")
-            return
         folder = Path(self.build_lib) / LIBRARIES
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob("*.so"):
             stale.unlink()
-        names = list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+        names, cc = wanted(), compiler()
+        if not names:
+            why = "" if cc else "no C compiler (cc, gcc, clang or $CC): "
+            print(f"rollout: {why}no kernels in this wheel, they are compiled on first use, where there is a compiler")
+            return
+        if cc is None:
+            raise SystemExit(f"ROLLOUT_KERNELS={','.join(names)}: no C compiler (cc, gcc, clang or $CC) is there")
+        print(f"rollout: compiling the kernels for {', '.join(names)} with {cc}", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for name, problem in zip(names, pool.map(lambda isa: _compile(isa, cc, folder), names), strict=True):
-                if problem:
-                    self.warn(f"no kernels for {name}: {problem}")
+            problems = list(pool.map(lambda isa: _compile(isa, cc, folder), names))
+        failed = {name: problem for name, problem in zip(names, problems, strict=True) if problem}
+        if failed:
+            others = ",".join(name for name in names if name not in failed) or "none"
+            told = "\n".join(f"{name}: {problem}" for name, problem in failed.items())
+            raise SystemExit(
+                f"{told}\nno kernels for {', '.join(failed)}: ROLLOUT_KERNELS={others} builds a wheel without them"
+            )
 
 
 def _compile(isa: str, cc: str, folder: Path) -> str | None:
+    began = time.monotonic()
     try:
-        compile_library(isa, cc, folder / library_name(isa))
+        compile_library(isa, cc, folder / library_name(isa), timeout_s=COMPILE_TIMEOUT_S)
     except NativeUnavailable as error:  # an old compiler may not know the newest instructions
         return str(error)
+    print(f"rollout: {isa} compiled in {time.monotonic() - began:.0f} s", flush=True)
     return None
 
 
 class Kernels(Distribution):
     def has_ext_modules(self) -> bool:
         """A wheel for one platform."""
-        return compiler() is not None
+        return bool(wanted())
 
 
 class AnyPython(bdist_wheel):
@@ -79,7 +111,7 @@ inside = find_packages(include=["rollout", "rollout.*"], exclude=["rollout.bench
 setup(
     packages=[*inside, *(f"rollout.{name}" for name in outside)],
     package_dir={f"rollout.{folder}": folder for folder in BESIDE},
-    package_data={"rollout.engine": ["cpu/c/*"]},
+    package_data={"rollout": ["py.typed"], "rollout.engine": ["py.typed", "cpu/c/*"], "rollout.transport": ["py.typed"]},
     distclass=Kernels,
     cmdclass={"build_py": BuildKernels, "bdist_wheel": AnyPython},
 )

@@ -215,8 +215,7 @@ class CudaDevice:
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())
         ring = None if streamed is None else streamed.ring
-        rows, tokens = backend.capacity.rows, backend.capacity.tokens
-        return StepGraphs(model.forward, rows, tokens, self.memory.device, new_capture, ring)
+        return StepGraphs(model.forward, backend.capacity, self.memory.device, new_capture, ring)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
         return launch_draws(logits, batch, self._kernel)

@@ -1,9 +1,9 @@
-"""The engine: takes groups and returns samples, in process and without sockets. Read `Engine.step` first."""
+"""The engine: runs groups and returns their samples, in process and without sockets. Read `Engine.step` first."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import Any, get_args
 
@@ -17,7 +17,17 @@ from rollout.engine.pipeline import Pipeline
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import Vocabulary, stops_of
 from rollout.engine.status import status
-from rollout.engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Tag, TensorInfo, TokenChunk
+from rollout.engine.types import (
+    Group,
+    KVPolicy,
+    Limits,
+    Mode,
+    Refreshed,
+    Sample,
+    Tag,
+    TokenChunk,
+    WeightUpdate,
+)
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging, source_of
 from rollout.engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
@@ -55,6 +65,7 @@ class Engine:
         self.pipeline = Pipeline(worker, self.scheduler)
         worker.warm_up(report)
         self.overlap = bool(self.config.overlap_steps)
+        self.started_at = time.perf_counter()
         self.refreshes = 0
         self.refreshed: Refreshed | None = None
         """figures of the last refresh"""
@@ -91,7 +102,7 @@ class Engine:
 
     @property
     def mode(self) -> Mode:
-        """Return the lifecycle state that decides what the next step does; of several, the one that lasts longest."""
+        """Return the lifecycle state, which decides what the next step does. If several apply, the one that lasts longest."""
         if self.weights.torn:
             return Mode.TORN
         if self.worker.asleep:
@@ -119,8 +130,8 @@ class Engine:
         self.pipeline.add_ended(self.scheduler.submit(group, client, seed, eos, stops_of(group, self.vocabulary)))
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
-        """End a group now, or one child of it. Returns the children that this ends, with what they have; [] for an unknown id
-        or index, and for a child of a group that has not forked: a step returns it when it does."""
+        """End a group now, or one child of it. Returns the children that this ends, with their tokens so far; [] for an unknown
+        id or index, and for a child of a group that has not forked: a step returns it when it does."""
         return self.scheduler.state.abort(group_id, index)
 
     def chunks(self, group_id: str, since: Mapping[int, int], least: int, most: int) -> list[TokenChunk]:
@@ -145,21 +156,13 @@ class Engine:
         return pipeline.take_ended()
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def stage(
-        self,
-        manifest: Sequence[TensorInfo],
-        *,
-        version: int | None = None,
-        partial: bool = False,
-        adapter: Adapter | None = None,
-        on_device: bool = False,
-    ) -> Staging:
-        """Begin a refresh: see `Weights.begin`. Steps may go on while the staging takes its bytes in."""
-        return self.worker.stage(manifest, version=version, partial=partial, adapter=adapter, on_device=on_device)
+    def stage(self, update: WeightUpdate) -> Staging:
+        """Begin a refresh: see `Weights.stage`. Steps may run while the staging receives its bytes."""
+        return self.worker.stage(update)
 
     def commit(self, staging: Staging, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed:
-        """End a refresh: the staged weights are live from the next step on, in place. `kv`: as in `refresh`. The
-        next `step` returns the samples that this ends. Raises what went wrong, after everything is as it was."""
+        """End a refresh: the staged weights are live from the next step on, in place. kv: as in `refresh`. The next `step`
+        returns the samples that this ends. Raises the error that occurred, after everything is restored."""
         if kv not in get_args(KVPolicy):
             raise ValueError(f"kv={kv!r}: must be one of {', '.join(get_args(KVPolicy))}")
         self.pipeline.commit()
@@ -186,7 +189,7 @@ class Engine:
         Raises InvalidWeights (a ValueError) naming the tensor; the old weights serve on."""
         started = time.perf_counter()
         described = [describe(name, tensor) for name, tensor in named_pairs(named_tensors)]
-        staging = self.stage([with_digest(*each) for each in described], version=version, partial=partial)
+        staging = self.stage(WeightUpdate([with_digest(*each) for each in described], version, partial))
         try:
             staging.feed_all(source_of(data for _, data in described))
             refreshed = self.commit(staging, kv)
@@ -196,12 +199,12 @@ class Engine:
 
     # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def pause(self) -> None:
-        """Compute nothing until `resume`; what is submitted waits. A step in flight is committed by the next `step`."""
+        """Compute nothing until `resume`; groups that are submitted wait. The next `step` commits a step in flight."""
         self._asked = Mode.PAUSED
 
     def drain(self) -> bool:
-        """Let groups that have started run to their end and start no others, until `resume`. Returns True when none is left. A
-        paused engine stays paused."""
+        """Finish the groups that have started and start no others, until `resume`. Returns True when none is left. A paused
+        engine stays paused."""
         self.scheduler.state.admitting = False
         if self._asked is Mode.RUNNING:
             self._asked = Mode.DRAINING
@@ -213,12 +216,12 @@ class Engine:
         self._asked = Mode.RUNNING
 
     def sleep(self, level: int = 1) -> int:
-        """Free the memory of the KV pool and of the weights, between two steps. Returns the bytes that went back to the device
-        or the machine.
+        """Free the memory of the KV pool and of the weights, between two steps. Returns the freed bytes of the device or the
+        machine.
 
         Running sequences are offloaded to host memory as far as that has room, else prefilled again later; after `wake` all
-        continue, and groups submitted meanwhile start. Level 1 moves the weights to host memory, where a CPU's are already;
-        level 2 drops them, so that after `wake` a refresh of all tensors must come before the next token.
+        continue, and groups submitted meanwhile start. Level 1 moves the weights to host memory (on a CPU they are there
+        already); level 2 drops them, so that after `wake` a refresh of all tensors must come before the next token.
 
         Raises ValueError while asleep, while a refresh is staged, and for another level. Levels: vLLM's sleep mode."""
         self.worker.check_may_sleep(level)
@@ -231,12 +234,13 @@ class Engine:
         return max(0, before - memory.taken())
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
-        """Undo `sleep`, for all of the memory or for a part of it; steps continue when all is awake.
+        """Undo `sleep`, for all memory or for a part of it. Steps continue when all parts are awake.
 
-        tags: "weights", "kv" or both; None = all that is asleep. Beside a trainer on the same device: the weights, then a
-        refresh, then, when the trainer has let its memory go, the KV pool. Tags: vLLM's wake_up.
+        tags: "weights", "kv" or both; None = all that is asleep. With a trainer on the same device: wake the weights, refresh,
+        and when the trainer has freed its memory, wake the KV pool. Tags: vLLM's wake_up.
 
-        Raises ValueError where nothing of that is asleep, and what taking the memory raises: that part sleeps on then."""
+        Raises ValueError if none of these parts is asleep, and the error of an allocation that fails: that part stays
+        asleep."""
         self.worker.wake(tags)
 
     def status(self) -> dict[str, Any]:
@@ -252,7 +256,7 @@ def scheduler_for(worker: Worker) -> Scheduler:
 
 
 def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refreshed:
-    """Collect the figures of a refresh that is live. paused: seconds of its exchange."""
+    """Collect the figures of an applied refresh. paused: seconds of its exchange."""
     return Refreshed(
         version=staging.version,
         via=via,
@@ -266,7 +270,7 @@ def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refr
 
 
 def stop_tokens(group: Group, model: ModelLike) -> frozenset[int]:
-    """Return the tokens that end a child of the group. Raises ValueError where min_tokens would leave nothing to draw."""
+    """Return the tokens that end a child of the group. Raises ValueError if min_tokens would leave no token to sample."""
     eos = frozenset(group.sampling.stop_token_ids)
     if not group.sampling.ignore_eos:
         eos |= model.eos_token_ids

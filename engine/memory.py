@@ -1,4 +1,4 @@
-"""Memory of a device and of the host: its size, its allocation, and transfers of small arrays."""
+"""Interface to the memory of a device and of the host: size, allocation, transfers of small arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline between scheduler and worker: steps in flight, whose draws are not read yet, and what a failure discards.
+"""The pipeline between scheduler and worker: keeps steps in flight, reads their draws, and discards plans that fail.
 
     one after the other   host     plan 1, execute 1 │ read 1, commit 1, plan 2, execute 2 │ …
                           device                     ─ step 1 ─┤                           ─ step 2 ─┤
@@ -7,10 +7,10 @@
                           device                    ──── step 1 ────────┤──── step 2 ───────────────────────┤──── step 3 …
 
 Overlapped, the device goes from one step to the next without waiting for the host. A step takes the tokens that it continues
-from the draws of the one before, on the device (`Batch.build`). That a child has ended is seen one step late: its row of the
-step in flight is computed and thrown away. The device runs what it is given in order, so blocks that an ended child gives back
-are written again only after that row. Refresh and sleep commit the step in flight first, and so does a plan that would preempt
-a sequence. Idea: SGLang's overlap scheduler (v0.4), vLLM's async scheduling.
+from the draws of the one before, on the device (`Batch.build`). The end of a child is noticed one step late: its row of the
+step in flight is computed and discarded. The device executes steps in order, so blocks that an ended child releases are written
+again only after that row. Refresh and sleep commit the step in flight first, and so does a plan that would preempt a sequence.
+Idea: SGLang's overlap scheduler (v0.4), vLLM's async scheduling.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LaunchedStep(NamedTuple):
 
 
 class CopyFailed(Exception):
-    """The copies of KV of a plan stopped in the middle."""
+    """The KV copies of a plan failed, and some may have been made."""
 
 
 class Pipeline:
     """The parts of `Engine.step` between scheduler and worker, the steps in flight, and the samples that ended: it is the only
-    writer of both, and no other code knows of overlap."""
+    writer of both, and no other code depends on overlap."""
 
     def __init__(self, worker: Worker, scheduler: Scheduler) -> None:
         self.worker, self.scheduler, self.counters = worker, scheduler, scheduler.state.counters
@@ -106,8 +106,8 @@ class Pipeline:
         state.rates.copied(copied.blocks, copied.seconds)
 
     def execute(self, plan: Plan) -> None:
-        """Put the rows of a plan in flight. A plan without rows launches nothing; if no sequence can go on then, a group ends
-        with an error."""
+        """Launch the rows of a plan. A plan without rows launches nothing; if no sequence can run then, a group ends with an
+        error."""
         if not plan.num_rows:
             state = self.scheduler.state
             if self.empty and not state.running and state.has_work:
@@ -124,7 +124,7 @@ class Pipeline:
         self.counters.commit_seconds += time.perf_counter() - launched
 
     def commit(self, but: Plan | None = None) -> None:
-        """Read the steps in flight, oldest first, and record what they drew. The step of the plan `but` stays in flight."""
+        """Read the steps in flight, oldest first, and record their draws. The step of the plan `but` stays in flight."""
         while self.in_flight and self.in_flight[0].plan is not but:
             plan, began, result = self.in_flight.pop(0)
             reading = time.perf_counter()

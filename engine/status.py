@@ -1,7 +1,8 @@
-"""Builds the status report of an engine, from which `rollout.metrics.meters` makes the metrics of docs/metrics.md."""
+"""Builds the status report of an engine, from which `rollout.metrics.meters` computes the metrics of docs/metrics.md."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ class StatusSources(Protocol):
     worker: Worker
     scheduler: Scheduler
     counters: Counters
+    started_at: float
     overlap: bool
     refreshes: int
     refreshed: Refreshed | None
@@ -63,6 +65,7 @@ def status(engine: StatusSources) -> dict[str, Any]:
             "kept_blocks": len(scheduler.state.pinned.blocks),
         },
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items()},
+        "uptime_seconds": time.perf_counter() - engine.started_at,
         "copy_blocks_per_second": scheduler.state.rates.copy_blocks_per_second,
         "prefill_tokens_per_second": scheduler.state.rates.prefill_tokens_per_second,
     }

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import html
 import math
-from collections.abc import Iterable, Sequence
+import operator
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 FinishReason = Literal["stop", "length", "cut", "deadline", "aborted", "stale", "error", "scored"]
-"""why a child ended. stop, length: by itself. cut: enough siblings had finished. deadline: of its group. aborted: by a client,
-a refresh or a shutdown. stale: its first token is too many versions old. error: see `Sample.error`. scored: its given tokens
-have their log-probs"""
+"""why a child ended: see `Sample`"""
 KVPolicy = Literal["keep", "recompute", "abort"]
 """what a refresh does with running groups: keep their KV, recompute it under the new weights, or abort them"""
 Tag = Literal["weights", "kv"]
@@ -102,91 +104,126 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most {LARGEST_LIMIT}")
 
 
-INTEGER_FIELDS = (
-    "n", "max_tokens", "min_tokens", "top_k", "seed", "max_kv_lag", "max_version_lag", "finish_after", "min_len_to_cut",
-    "priority", "stream_every", "top_logprobs",
-)  # fmt: skip
-NUMBER_FIELDS = (
-    "temperature", "top_p", "min_p", "deadline_s", "kv_ttl_s", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-OPTIONAL_FIELDS = frozenset(("seed", "max_version_lag", "finish_after", "deadline_s"))
+class Accepted(NamedTuple):
+    """Values that a numeric field of `Sampling` accepts."""
+
+    low: float
+    high: float
+    words: str
+    """after "must be" """
+    optional: bool = False
+    """None is accepted too"""
+
+    @property
+    def either(self) -> str:
+        return "None or " if self.optional else ""
 
 
-def is_integer(value: object) -> bool:
-    """Return whether a value is an integer of Python or numpy; True and False are not."""
-    return type(value) is int or isinstance(value, np.integer)
+POSITIVE, BELOW_1 = math.nextafter(0.0, 1.0), math.nextafter(1.0, 0.0)
+LARGEST_FLOAT, LARGEST_ID = sys.float_info.max, 2**31 - 1
+ONE_OR_MORE, ZERO_OR_MORE = Accepted(1, LARGEST_LIMIT, "at least 1"), Accepted(0, LARGEST_LIMIT, "at least 0")
+INTEGERS = {
+    "n": ONE_OR_MORE,
+    "max_tokens": ONE_OR_MORE,
+    "min_tokens": ZERO_OR_MORE,
+    "top_k": Accepted(0, 2**31 - 1, f"between 0 and {2**31 - 1}; 0 is off"),
+    "seed": Accepted(0, SEED_LIMIT - 1, "None or between 0 and 2**63 - 1", optional=True),
+    "max_kv_lag": ZERO_OR_MORE,
+    "max_version_lag": Accepted(0, LARGEST_LIMIT, "None or at least 0", optional=True),
+    "finish_after": Accepted(1, LARGEST_LIMIT, "None or at least 1", optional=True),
+    "min_len_to_cut": ZERO_OR_MORE,
+    "priority": Accepted(-MAX_PRIORITY, MAX_PRIORITY, f"between -{MAX_PRIORITY} and {MAX_PRIORITY}"),
+    "stream_every": Accepted(0, LARGEST_LIMIT, "0 (off) or a number of tokens"),
+    "top_logprobs": ZERO_OR_MORE,
+}
+NUMBERS = {
+    "temperature": Accepted(0.0, 100.0, "0 (greedy) or between 0.001 and 100"),
+    "top_p": Accepted(POSITIVE, 1.0, "in (0, 1]"),
+    "min_p": Accepted(0.0, BELOW_1, "in [0, 1)"),
+    "deadline_s": Accepted(POSITIVE, LARGEST_FLOAT, "None or a positive, finite number of seconds", optional=True),
+    "kv_ttl_s": Accepted(0.0, LARGEST_FLOAT, "at least 0"),
+    "repetition_penalty": Accepted(0.01, 100.0, "between 0.01 and 100; 1 is none"),
+    "presence_penalty": Accepted(-2.0, 2.0, "between -2 and 2; 0 is none"),
+    "frequency_penalty": Accepted(-2.0, 2.0, "between -2 and 2; 0 is none"),
+}
+SCALARS = tuple(
+    (name, kind, accepted.low, accepted.high)
+    for kind, fields in ((int, INTEGERS), (float, NUMBERS))
+    for name, accepted in fields.items()
+)
+scalars_of = operator.attrgetter(*INTEGERS, *NUMBERS)
 
 
-def is_number(value: object) -> bool:
-    """Return whether a value is an integer or a float of Python or numpy."""
-    return type(value) is float or is_integer(value) or isinstance(value, np.floating)
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the children of a group are sampled.
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
+    """How the children of a group are sampled. It checks itself: a value that no service accepts raises ValueError, which names
+    the field. Numbers of numpy, and floats such as 2.0 for an integer, are converted; one string as `stop` becomes a tuple.
 
     Example:
         Sampling(n=8, temperature=1.0, top_p=0.95, max_tokens=2048, seed=7)
+
+    Attributes:
+        n: number of children (`num_return_sequences`).
+        max_tokens: maximum tokens of a child, which then ends with "length".
+        min_tokens: minimum tokens of a child before it may end with "stop".
+        temperature: 0 = greedy.
+        top_k: sample from the k most probable tokens; 0 = all. Order and ties of truncation: docs/decisions/logprobs.md.
+        top_p: in (0, 1]: sample from the most probable tokens that sum to this probability.
+        min_p: in [0, 1): exclude tokens with less than min_p times the probability of the most probable token.
+        stop_token_ids: token ids that end a child with "stop", besides the model's own end tokens.
+        ignore_eos: ignore the model's own end tokens; `stop_token_ids` still apply.
+        seed: None = the engine chooses one.
+        raw_logprobs: also return log-probs at temperature 1 without truncation.
+        max_kv_lag: maximum age, in weight versions, of cached prompt KV that a new sample may use, and of KV from before a
+            refresh with kv="keep" in the middle of its prefill. A refresh with kv="recompute" recomputes all KV of started
+            groups regardless.
+        max_version_lag: maximum age, in weight versions, of a child's first token; an older child ends with "stale". None = no
+            bound.
+        finish_after: number of children that must end by themselves ("stop" or "length"); then the others return with "cut" and
+            their tokens so far. Ties within a step, and the bias towards short samples: docs/decisions/long-tail.md.
+        min_len_to_cut: minimum tokens of a child before it is cut.
+        deadline_s: seconds from the arrival of the group, after which unfinished children return with "deadline".
+        priority: order of one client's groups: a higher priority starts first and is preempted last.
+        stream_every: stream the tokens of a running child whenever it has so many new ones; 0 = off.
+        top_logprobs: also return the ids and log-probs of so many most probable tokens at each position.
+        kv_ttl_s: seconds for which the KV of a finished child stays pinned for the next turn (`Group.after`), up to
+            `Limits.max_kv_ttl_s`. 0 = whole blocks stay in the prefix cache until their space is needed. Pinned KV takes at
+            most half of the KV pools: docs/decisions/turns.md.
+        logit_bias: values from -100 to 100, added to the logits of these token ids.
+        allowed_token_ids: sample only these token ids; None = all.
+        repetition_penalty: from 0.01 to 100: positive logits of tokens in the prompt or the output are divided by it, others
+            multiplied. Order of the changes to logits: docs/decisions/logprobs.md.
+        presence_penalty: from -2 to 2: subtracted from the logits of tokens in the output.
+        frequency_penalty: from -2 to 2: subtracted from the logits of tokens in the output once for each time they occur.
+        stop: strings that end a child with "stop" when its text contains one: see `Sample.stopped_by`, `Sample.text_end`. The
+            text includes special tokens. Ignored for the first `min_tokens` tokens.
     """
 
     n: int = 1
-    """number of children (`num_return_sequences`)"""
     max_tokens: int = 256
-    """maximum tokens of a child, which then ends with "length" """
     min_tokens: int = 0
-    """minimum tokens of a child before it may end with "stop" """
     temperature: float = 1.0
-    """0 = greedy"""
     top_k: int = 0
-    """sample from the k most probable tokens; 0 = all. Order and ties of truncation: docs/decisions/logprobs.md"""
     top_p: float = 1.0
-    """in (0, 1]: sample from the most probable tokens that sum to this probability"""
     min_p: float = 0.0
-    """in [0, 1): exclude tokens with less than min_p times the probability of the most probable token"""
     stop_token_ids: tuple[int, ...] = ()
-    """token ids that end a child with "stop", besides the model's own end tokens"""
     ignore_eos: bool = False
-    """ignore the model's own end tokens; `stop_token_ids` still apply"""
     seed: int | None = None
-    """None = the engine chooses one"""
     raw_logprobs: bool = False
-    """also return log-probs at temperature 1 without truncation"""
     max_kv_lag: int = 0
-    """maximum age, in weight versions, of cached prompt KV that a new sample may use, and of KV from before a refresh with
-    kv="keep" in the middle of its prefill. A refresh with kv="recompute" recomputes all KV of started groups regardless"""
     max_version_lag: int | None = None
-    """maximum age, in weight versions, of a child's first token; an older child ends with "stale". None = no bound"""
     finish_after: int | None = None
-    """number of children that must end by themselves ("stop" or "length"); then the others return with "cut" and their tokens
-    so far. Ties within a step, and the bias towards short samples: docs/decisions/long-tail.md"""
     min_len_to_cut: int = 0
-    """minimum tokens of a child before it is cut"""
     deadline_s: float | None = None
-    """seconds from the arrival of the group, after which unfinished children return with "deadline" """
     priority: int = 0
-    """order of one client's groups: a higher priority starts first and is preempted last"""
     stream_every: int = 0
-    """stream the tokens of a running child whenever it has so many new ones; 0 = off"""
     top_logprobs: int = 0
-    """also return the ids and log-probs of so many most probable tokens at each position"""
     kv_ttl_s: float = 0.0
-    """seconds for which the KV of a finished child stays pinned for the next turn (`Group.after`), up to
-    `Limits.max_kv_ttl_s`. 0 = whole blocks stay in the prefix cache until their space is needed. Pinned KV takes at most
-    half of the KV pools: docs/decisions/turns.md"""
     logit_bias: dict[int, float] | None = None
-    """values from -100 to 100, added to the logits of these token ids"""
     allowed_token_ids: tuple[int, ...] | None = None
-    """sample only these token ids; None = all"""
     repetition_penalty: float = 1.0
-    """from 0.01 to 100: positive logits of tokens in the prompt or the output are divided by it, others multiplied. Order of
-    the changes to logits: docs/decisions/logprobs.md"""
     presence_penalty: float = 0.0
-    """from -2 to 2: subtracted from the logits of tokens in the output"""
     frequency_penalty: float = 0.0
-    """from -2 to 2: subtracted from the logits of tokens in the output once for each time they occur"""
     stop: tuple[str, ...] = ()
-    """strings that end a child with "stop" when its text contains one: see `Sample.stopped_by`, `Sample.text_end`. The text
-    includes special tokens. Ignored for the first `min_tokens` tokens"""
 
     @property
     def changes_logits(self) -> bool:
@@ -194,94 +231,158 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         neutral = self.repetition_penalty == 1 and self.presence_penalty == self.frequency_penalty == 0
         return bool(self.logit_bias) or self.allowed_token_ids is not None or not neutral
 
-    def validate(self, limits: Limits, vocab_size: int) -> None:
-        """Check all fields. Raises ValueError naming the field, its value and what would be accepted."""
-        self._check_types()
-        self._check_numbers(limits)
-        self._check_tokens(limits, vocab_size)
-        self._check_stop(limits)
+    def __post_init__(self) -> None:
+        """Convert and check the fields, also of a decoded message. Raises ValueError naming the field, its value and what is
+        accepted."""
+        for value, default, (name, kind, low, high) in zip(scalars_of(self), DEFAULTS, SCALARS, strict=True):
+            if value is not default and not (type(value) is kind and low <= value <= high):
+                force_setattr(self, name, scalar_of(name, value))
+        if 0.0 < self.temperature < 1e-3:
+            raise ValueError(f"temperature={self.temperature}: must be {NUMBERS['temperature'].words}")
+        for name in ("ignore_eos", "raw_logprobs"):
+            if type(flag := getattr(self, name)) is not bool:
+                force_setattr(self, name, bool_of(name, flag))
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
+            if ids is not None and (type(ids) is not tuple or ids):
+                force_setattr(self, name, token_ids_of(name, ids))
+        if self.logit_bias is not None:
+            force_setattr(self, "logit_bias", bias_of(self.logit_bias))
+        if type(self.stop) is not tuple or self.stop:
+            force_setattr(self, "stop", stop_of(self.stop))
+        self._check_together()
 
-    def _check_types(self) -> None:
-        """Check types; those of groups from the wire are right already."""
-        for names, accepts, kind in ((INTEGER_FIELDS, is_integer, "an integer"), (NUMBER_FIELDS, is_number, "a number")):
-            for name in names:
-                if not accepts(value := getattr(self, name)) and not (value is None and name in OPTIONAL_FIELDS):
-                    raise ValueError(f"{name}={value!r:.40}: must be {kind}")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            wrong = [value for value in getattr(self, name) or () if not is_integer(value)]
-            if wrong:
-                raise ValueError(f"{name} holds {wrong[0]!r:.40}: must be integers")
-        wrong = [value for value in (self.logit_bias or {}).values() if not is_number(value)]
-        if wrong:
-            raise ValueError(f"logit_bias holds {wrong[0]!r:.40}: must be numbers")
-
-    def _check_numbers(self, limits: Limits) -> None:
-        """Check each number against its range. NaN is in none."""
-        for name, low, high, shown in (
-            ("n", 1, limits.max_n, "{} (Limits.max_n)"),
-            ("max_tokens", 1, limits.max_tokens, "{} (Limits.max_tokens)"),
-            ("min_tokens", 0, self.max_tokens, "max_tokens={}"),
-            ("top_k", 0, 2**31 - 1, "{}; 0 is off"),
-            ("seed", 0, SEED_LIMIT - 1, "2**63 - 1"),
-            ("max_kv_lag", 0, limits.max_kv_lag, "{} (Limits.max_kv_lag)"),
-            ("max_version_lag", 0, limits.max_kv_lag, "{} (Limits.max_kv_lag)"),
-            ("finish_after", 1, self.n, "n={}"),
-            ("min_len_to_cut", 0, self.max_tokens, "max_tokens={}"),
-            ("kv_ttl_s", 0, limits.max_kv_ttl_s, "{} (Limits.max_kv_ttl_s)"),
-            ("priority", -MAX_PRIORITY, MAX_PRIORITY, "{}"),
-            ("top_logprobs", 0, limits.max_top_logprobs, "{} (Limits.max_top_logprobs)"),
-            ("repetition_penalty", 0.01, 100, "{}; 1 is none"),
-            ("presence_penalty", -2, 2, "{}; 0 is none"),
-            ("frequency_penalty", -2, 2, "{}; 0 is none"),
+    def _check_together(self) -> None:
+        """Check fields that bound each other, and that a token is left to sample."""
+        for name, value, most, bound in (
+            ("min_tokens", self.min_tokens, "max_tokens", self.max_tokens),
+            ("min_len_to_cut", self.min_len_to_cut, "max_tokens", self.max_tokens),
+            ("finish_after", self.finish_after, "n", self.n),
         ):
-            value = getattr(self, name)
-            if not (value is None or low <= value <= high):
-                either = "None or " if name in OPTIONAL_FIELDS else ""
-                raise ValueError(f"{name}={value}: must be {either}between {low} and {shown.format(high)}")
-        if self.stream_every < 0:
-            raise ValueError(f"stream_every={self.stream_every}: must be 0 (off) or a number of tokens")
-        if not (self.temperature == 0.0 or 1e-3 <= self.temperature <= 100.0):
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or between 0.001 and 100")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
-        if not 0.0 <= self.min_p < 1.0:
-            raise ValueError(f"min_p={self.min_p}: must be in [0, 1)")
+            if value is not None and value > bound:
+                accepted = INTEGERS[name]
+                raise ValueError(f"{name}={value}: must be {accepted.either}between {accepted.low} and {most}={bound}")
         if self.min_len_to_cut and self.finish_after is None:
             raise ValueError(f"min_len_to_cut={self.min_len_to_cut} without finish_after: nothing is cut; set finish_after")
-        if self.deadline_s is not None and not 0.0 < self.deadline_s < math.inf:
-            raise ValueError(f"deadline_s={self.deadline_s}: must be None or a positive, finite number of seconds")
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids=(): no token is left to sample; give at least one, or None for all")
 
-    def _check_tokens(self, limits: Limits, vocab_size: int) -> None:
-        """Check lists of token ids and the logit bias."""
-        bias = self.logit_bias or {}
-        for name, ids, most in (
-            ("stop_token_ids", self.stop_token_ids, limits.max_stop_token_ids),
-            ("logit_bias", bias, limits.max_logit_bias),
-            ("allowed_token_ids", self.allowed_token_ids or (), limits.max_allowed_token_ids),
-        ):
+    def validate(self, limits: Limits, vocab_size: int) -> None:
+        """Check the fields against the limits and the model of a service. Raises ValueError naming the field, its value and
+        what would be accepted."""
+        for name, limit in (
+            ("n", "max_n"), ("max_tokens", "max_tokens"), ("max_kv_lag", "max_kv_lag"), ("max_version_lag", "max_kv_lag"),
+            ("kv_ttl_s", "max_kv_ttl_s"), ("top_logprobs", "max_top_logprobs"),
+        ):  # fmt: skip
+            value, most = getattr(self, name), getattr(limits, limit)
+            if value is not None and value > most:
+                accepted = INTEGERS.get(name) or NUMBERS[name]
+                shown = f"{accepted.either}between {accepted.low:g} and {most} (Limits.{limit})"
+                raise ValueError(f"{name}={value}: must be {shown}")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            ids, most = getattr(self, name) or (), getattr(limits, f"max_{name}")
             if len(ids) > most:
                 raise ValueError(f"{len(ids)} entries of {name}: at most {most} (Limits.max_{name})")
             for token in ids:
-                if not 0 <= token < vocab_size:
+                if token >= vocab_size:
                     raise ValueError(f"{name} holds {token}: the model's token ids are 0 to {vocab_size - 1}")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids=(): no token is left to sample; give at least one, or None for all")
-        for token, value in bias.items():
-            if not -100.0 <= value <= 100.0:
-                raise ValueError(f"logit_bias of token {token} is {value}: must be between -100 and 100")
-
-    def _check_stop(self, limits: Limits) -> None:
-        if not isinstance(self.stop, tuple):
-            raise ValueError(f"stop={self.stop!r:.40}: must be a tuple of strings")
         if len(self.stop) > limits.max_stop_strings:
             raise ValueError(f"{len(self.stop)} stop strings: at most {limits.max_stop_strings} (Limits.max_stop_strings)")
-        for string in self.stop:
-            try:
-                size = len(string.encode())
-            except UnicodeEncodeError:
-                raise ValueError(f"stop holds {string!r:.40}: must be Unicode text, without lone surrogates") from None
-            if not 1 <= size <= limits.max_stop_bytes:
+        for size in (len(string.encode()) for string in self.stop):
+            if size > limits.max_stop_bytes:
                 raise ValueError(f"a stop string of {size} bytes: must be 1 to {limits.max_stop_bytes} (Limits.max_stop_bytes)")
+
+
+_DEFAULT_OF = {field.name: field.default for field in msgspec.structs.fields(Sampling)}
+DEFAULTS = tuple(_DEFAULT_OF[name] for name, *_ in SCALARS)
+"""of the numeric fields; they need no check"""
+
+
+def scalar_of(name: str, value: Any) -> int | float | None:
+    """Return the value of a numeric field in its type. Raises ValueError for one that is not accepted."""
+    accepted = INTEGERS.get(name) or NUMBERS[name]
+    if value is None and accepted.optional:
+        return None
+    plain = integer_of(name, value) if name in INTEGERS else number_of(name, value)
+    if accepted.low <= plain <= accepted.high:  # not NaN
+        return plain
+    most = f"at most {LARGEST_LIMIT}" if plain > accepted.high == LARGEST_LIMIT else accepted.words
+    raise ValueError(f"{name}={plain}: must be {most}")
+
+
+def python_of(value: Any) -> Any:
+    """Convert a scalar of numpy, and containers of them, to Python's types; other values stay as they are."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return [python_of(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def integer_of(name: str, value: Any) -> int:
+    """Return an integer given in another type: 2.0, or numpy's. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if type(plain) is int or (type(plain) is float and plain.is_integer()):
+        return int(plain)
+    raise ValueError(f"{name}={value!r:.40}: must be an integer")
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return a float given in another type. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if type(plain) in (int, float):
+        try:
+            return float(plain)
+        except OverflowError:
+            return math.inf
+    raise ValueError(f"{name}={value!r:.40}: must be a number")
+
+
+def bool_of(name: str, value: Any) -> bool:
+    """Return a bool of numpy as Python's. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if type(plain) is bool:
+        return plain
+    raise ValueError(f"{name}={value!r:.40}: must be True or False")
+
+
+def token_ids_of(name: str, value: Any) -> tuple[int, ...]:
+    """Return token ids as a tuple. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if not isinstance(plain, list):
+        raise ValueError(f"{name}={value!r:.40}: must be token ids, e.g. (2, 7)")
+    for id in plain:
+        if type(id) is not int:
+            raise ValueError(f"{name} holds {id!r:.40}: must be integers")
+        if not 0 <= id <= LARGEST_ID:
+            raise ValueError(f"{name} holds {id}: token ids are 0 to {LARGEST_ID}")
+    return tuple(plain)
+
+
+def bias_of(value: Any) -> dict[int, float]:
+    """Return a logit bias in Python's types. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias={value!r:.40}: must map token ids to numbers, e.g. {{7: -100.0}}")
+    bias = dict(zip(token_ids_of("logit_bias", list(value)), map(python_of, value.values()), strict=True))
+    for id, each in bias.items():
+        if type(each) not in (int, float):
+            raise ValueError(f"logit_bias holds {each!r:.40}: must be numbers")
+        if not -100.0 <= each <= 100.0:
+            raise ValueError(f"logit_bias of token {id} is {each}: must be between -100 and 100")
+    return {id: float(each) for id, each in bias.items()}
+
+
+def stop_of(value: Any) -> tuple[str, ...]:
+    """Return stop strings as a tuple. Raises ValueError."""
+    plain = python_of(value)
+    strings = [plain] if isinstance(plain, str) else plain
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError(f"stop={value!r:.40}: must be a string or a tuple of strings")
+    for string in strings:
+        try:
+            string.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"stop holds {string!r:.40}: must be Unicode text, without lone surrogates") from None
+        if not string:
+            raise ValueError("stop holds an empty string: it would end every child; leave it out")
+    return tuple(str(string) for string in strings)
 
 
 COLUMNS: dict[str, tuple[type[np.generic], int]] = {
@@ -298,26 +399,38 @@ Spans = Sequence[tuple[int, int]]
 
 
 class TokenColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Generated tokens of one child: arrays with one row per token. Base of `Sample`, `PartialSample` and `TokenChunk`."""
+    """Generated tokens of one child: arrays with one row per token. Base of `Sample`, which explains the fields, of
+    `PartialSample` and of `TokenChunk`."""
 
     token_ids: np.ndarray
-    """[tokens] int32, the stop token included"""
     logprobs: np.ndarray
-    """[tokens] float32: log-probability under the distribution from which each token was sampled, after temperature and
-    truncation. At temperature 0, the log-probability at temperature 1"""
     weight_versions: list[tuple[int, int]]
-    """(first token, version) spans, ascending from token 0: which weights generated which tokens"""
     raw_logprobs: np.ndarray | None = None
-    """[tokens] float32 at temperature 1 without truncation, if `Sampling.raw_logprobs`"""
     top_ids: np.ndarray | None = None
-    """[tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution from which each token was
-    sampled, most probable first, lower id first among equals; -1 where fewer than k tokens could be sampled"""
     top_logprobs: np.ndarray | None = None
-    """[tokens, k] float32: their log-probs, as in `logprobs`; -inf where the id is -1"""
 
     def columns(self) -> dict[str, Any]:
         """Return the fields of `TokenColumns` as keyword arguments, for a constructor."""
         return {"weight_versions": self.weight_versions, **{name: getattr(self, name) for name in COLUMNS}}
+
+    @property
+    def mean_logprob(self) -> float:
+        """Return the mean of `logprobs`, NaN without tokens."""
+        return float(self.logprobs.mean()) if len(self.logprobs) else math.nan
+
+    @property
+    def versions(self) -> str:
+        """Say which weights generated the tokens: "version 3", "versions 3 to 5"."""
+        versions = [version for _, version in self.weight_versions]
+        if len(set(versions)) < 2:
+            return f"version {versions[0]}" if versions else "no version"
+        return f"versions {min(versions)} to {max(versions)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name in plain lists and numbers, for pandas, datasets or JSON."""
+        plain = {name: getattr(self, name) for name in self.__struct_fields__}
+        lists = {name: array.tolist() for name, array in self._arrays()}
+        return plain | lists | {"weight_versions": [list(span) for span in self.weight_versions]}
 
     def slice(self, first: int, last: int | None = None) -> TokenColumns:
         """Return the tokens from `first` to before `last` (None = the end), as views. Spans count from the new first token."""
@@ -384,6 +497,10 @@ class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
 
     index: int
     """of the child, 0 to n - 1"""
+
+    def __repr__(self) -> str:
+        """Describe the tokens in one line."""
+        return f"{type(self).__name__}([{self.index}] {len(self.token_ids)} tokens, {self.versions})"
 
     @classmethod
     def of(cls, sample: Sample) -> PartialSample:
@@ -485,6 +602,12 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     that allows reuse of the child's KV, whichever weights computed it; an unknown child, or one of another client, is
     ignored"""
 
+    def __repr__(self) -> str:
+        """Describe the group in one line."""
+        more = "".join(f", {name}={value!r}" for name, value in (("indices", self.indices), ("after", self.after)) if value)
+        partials = f", {len(self.partials)} partials" if self.partials else ""
+        return f"Group({self.id!r} {len(self.prompt)} prompt tokens, {self.sampling!r}{more}{partials})"
+
     @property
     def wanted(self) -> Sequence[int]:
         """Indices of the requested children, ascending."""
@@ -495,12 +618,15 @@ class Group(msgspec.Struct, frozen=True, eq=False):
         size = len(self.id.encode())
         if not 1 <= size <= limits.max_id_bytes:
             raise ValueError(f"group id of {size} bytes: must be 1 to {limits.max_id_bytes} bytes (Limits.max_id_bytes)")
+        kind = type(self.prompt).__name__
+        if kind != "ndarray":
+            raise ValueError(f"prompt is a {kind}: must be int32 [prompt_tokens], np.array(tokenizer.encode(text), np.int32)")
         if self.prompt.ndim != 1 or self.prompt.dtype != np.int32:
             raise ValueError(f"prompt is {self.prompt.dtype} of shape {self.prompt.shape}: must be int32 [prompt_tokens]")
+        most = min(limits.max_prompt_tokens, context - 1)
         if not 1 <= len(self.prompt) <= limits.max_prompt_tokens:
-            raise ValueError(
-                f"prompt of {len(self.prompt)} tokens: must be 1 to {limits.max_prompt_tokens} (Limits.max_prompt_tokens)"
-            )
+            bound = "Limits.max_prompt_tokens" if most == limits.max_prompt_tokens else f"the context of {context} tokens"
+            raise ValueError(f"prompt of {len(self.prompt)} tokens: must be 1 to {most} ({bound})")
         low, high = int(self.prompt.min()), int(self.prompt.max())
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
@@ -549,28 +675,66 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
         Sample(group_id="step3/17", index=2, token_ids=array([11, 5], int32), logprobs=array([-0.1, -2.3], float32),
                finish_reason="stop", weight_versions=[(0, 4), (1, 5)], prompt_tokens=3)
         # version 4 of the weights generated token 0, version 5 token 1 and all later ones
+
+    Attributes:
+        group_id: id of its group.
+        index: 0 to n - 1.
+        token_ids: [tokens] int32, the stop token included.
+        logprobs: [tokens] float32: log-probability under the distribution from which each token was sampled, after temperature
+            and truncation. At temperature 0, the log-probability at temperature 1.
+        weight_versions: (first token, version) spans, ascending from token 0: which weights generated which tokens.
+        finish_reason: why it ended. stop, length: by itself. cut: enough siblings had finished. deadline: of its group.
+            aborted: by a client, a refresh or a shutdown. stale: its first token is too many versions old. error: see `error`.
+            scored: its given tokens have their log-probs.
+        prompt_tokens: length of the prompt.
+        raw_logprobs: [tokens] float32 at temperature 1 without truncation, if `Sampling.raw_logprobs`.
+        top_ids: [tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution from which each
+            token was sampled, most probable first, lower id first among equals; -1 where fewer than k tokens could be sampled.
+        top_logprobs: [tokens, k] float32: their log-probs, as in `logprobs`; -inf where the id is -1.
+        error: why the child failed, if finish_reason is "error".
+        seconds: from the arrival of the group to the end of this child.
+        offloads: how often its KV was offloaded to host memory.
+        seed: of the group, also if the engine chose it: an unfinished child needs it to continue.
+        stopped_by: the string of `Sampling.stop` that ended the child: if its last token completes several, the one that begins
+            first.
+        text_end: characters of the text before that string: `tokenizer.decode(token_ids)[:text_end]`;
+            docs/decisions/stop-strings.md.
     """
 
     group_id: str
     """of the group that was submitted"""
     index: int
-    """0 to n - 1"""
     finish_reason: FinishReason
     """why it ended"""
     prompt_tokens: int
-    """length of the prompt"""
     error: str | None = None
-    """why the child failed, if finish_reason is "error" """
     seconds: float = 0.0
-    """from the arrival of the group to the end of this child"""
     offloads: int = 0
-    """how often its KV was offloaded to host memory"""
     seed: int = 0
-    """of the group, also if the engine chose it: an unfinished child needs it to continue"""
     stopped_by: str | None = None
-    """the string of `Sampling.stop` that ended the child: if its last token completes several, the one that begins first"""
     text_end: int | None = None
-    """characters of the text before that string: `tokenizer.decode(token_ids)[:text_end]`; docs/decisions/stop-strings.md"""
+
+    def __repr__(self) -> str:
+        """Describe the sample in one line."""
+        why = self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error!r}"
+        mean = f"mean logprob {self.mean_logprob:.2f}, " if len(self.logprobs) else ""
+        return f"Sample({self.group_id!r}[{self.index}] {len(self.token_ids)} tokens, {why}, {mean}{self.versions})"
+
+    def _repr_html_(self) -> str:
+        return html_table([self])
+
+
+def html_table(samples: Iterable[Sample]) -> str:
+    """Return a table of samples for notebooks."""
+    names = ("sample", "tokens", "finish_reason", "mean logprob", "weights", "seconds", "error")
+    rows = [
+        (f"{each.group_id}[{each.index}]", len(each.token_ids), each.finish_reason, f"{each.mean_logprob:.2f}", each.versions)
+        + (f"{each.seconds:.1f}", each.error or "")
+        for each in samples
+    ]
+    lines = ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -637,6 +801,21 @@ class Adapter(msgspec.Struct, frozen=True):
     base: str | None
     """`manifest_digest` of the weights that it was trained on; None = unknown, not compared"""
     targets: list[LoraTarget]
+
+
+class WeightUpdate(msgspec.Struct, frozen=True):
+    """What a refresh sends, and how it changes the live weights."""
+
+    manifest: Sequence[TensorInfo]
+    """the tensors that follow"""
+    version: int | None = None
+    """above all versions so far; None: the next one"""
+    partial: bool = False
+    """tensors that are not in the manifest stay unchanged"""
+    adapter: Adapter | None = None
+    """the new weights are base + adapter, and the manifest lists the adapter's tensors; None: it lists whole tensors"""
+    on_device: bool = False
+    """the payload is on the model's device; it is staged there if there is room"""
 
 
 class BaseMismatch(ValueError):

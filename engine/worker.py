@@ -1,9 +1,9 @@
-"""The worker: all that one device holds (model, KV pages, graphs, weights) and does. It executes plans and decides nothing.
+"""The worker: executes plans on one device, and owns its model, KV pages, graphs and weights. It makes no scheduling decisions.
 
     Engine ── Plan: ints and arrays ──► Worker ── InFlight: draws, read when they are there ──► Engine
 
-A plan and what the worker did before are all that a step needs. So a second worker with the same configuration and model, given
-the same plans (`Plan.encode`), refreshes and sleeps, draws the same tokens, to the bit: what several devices need is one worker
+A step depends only on its plan and on the worker's earlier steps. So a second worker with the same configuration and model,
+given the same plans (`Plan.encode`), refreshes and sleeps, samples the same tokens, to the bit. Several devices need one worker
 each, and one scheduler that sends every plan to all of them.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, get_args
@@ -29,9 +29,9 @@ from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.sizing import blocks_in_host_memory, blocks_on_device, check_tables
+from rollout.engine.kv.sizing import check_tables, pool_sizes
 from rollout.engine.scheduling.plan import Plan, SampledTokens, plan_by_hand
-from rollout.engine.types import Adapter, Tag, TensorInfo
+from rollout.engine.types import Tag, WeightUpdate
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 
@@ -59,7 +59,7 @@ class ModelKernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """A step that was launched and whose draws are not read yet."""
+    """A launched step whose draws are not read yet."""
 
     draws: PendingTokens
     prefill_seconds: Callable[[], float] | None
@@ -72,12 +72,13 @@ class InFlight:
     """to launch the draws"""
 
     def read(self) -> SampledTokens:
-        """Wait for the draws and return them. Raises what went wrong on the device."""
+        """Wait for the draws and return them. Raises the error of a step that failed on the device."""
         return self.draws.read()
 
 
 class Worker:
-    """Executes plans on one device. Writes KV pages, graphs and, through `Weights`, parameters; knows no scheduler."""
+    """Executes plans on one device. Writes KV pages, graphs and, through `Weights`, parameters. Independent of the
+    scheduler."""
 
     def __init__(self, config: EngineConfig, device: Device, kernels: ModelKernels, kv: PagedKV, weights: Weights) -> None:
         self.config, self.device, self.kernels, self.kv, self.weights = config, device, kernels, kv, weights
@@ -85,9 +86,9 @@ class Worker:
         self.graphs = device.graphs(kernels.model, config, kernels.backend)
         """captured steps; None: every step is launched kernel by kernel"""
         self.asleep: set[Tag] = set()
-        """parts of the memory that were given back"""
+        """parts of the memory that are released"""
         self._drawn: torch.Tensor | None = None
-        """[D] int32 on the device, drawn by the step that was executed last: the next plan may name them as pending"""
+        """[D] int32 on the device, drawn by the newest step: the next plan may refer to them as pending tokens"""
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def move(self, plan: Plan) -> Copied:
@@ -96,8 +97,8 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> InFlight:
-        """Launch the forward and the draws of a plan of at least one row, behind its copies (`move`), and wait for neither.
-        Pending tokens are taken from the draws of the plan that was executed before."""
+        """Launch the forward and the draws of a plan of at least one row, after its copies (`move`), without waiting for them.
+        Pending tokens are read from the draws of the plan executed before."""
         started = time.perf_counter()
         batch = Batch.build(plan, self.kv.block_size, self.device.memory, self.model.geometry.dtype, self._drawn)
         batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
@@ -112,19 +113,11 @@ class Worker:
         return InFlight(draws, prefill_seconds, built - started, launched - built, time.perf_counter() - launched)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def stage(
-        self,
-        manifest: Sequence[TensorInfo],
-        *,
-        version: int | None = None,
-        partial: bool = False,
-        adapter: Adapter | None = None,
-        on_device: bool = False,
-    ) -> Staging:
-        """Begin a refresh: see `Weights.begin`. Raises ValueError while the weights are asleep."""
+    def stage(self, update: WeightUpdate) -> Staging:
+        """Begin a refresh: see `Weights.stage`. Raises ValueError while the weights are asleep."""
         if "weights" in self.asleep:
             raise ValueError('the weights are asleep: wake all, or tags=("weights",) alone, then refresh')
-        return self.weights.begin(manifest, version=version, partial=partial, adapter=adapter, on_device=on_device)
+        return self.weights.stage(update)
 
     def commit(self, staging: Staging) -> None:
         """Make the staged weights live, in place, with no step in flight: see `Weights.commit`."""
@@ -132,7 +125,7 @@ class Worker:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_may_sleep(self, level: int) -> None:
-        """Raise ValueError where `sleep` may not be called: for another level, while asleep, while a refresh is staged."""
+        """Raise ValueError if `sleep` may not be called: another level, asleep already, or a refresh is being staged."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: must be 1 (weights to host memory) or 2 (weights dropped)")
         if self.asleep:
@@ -141,7 +134,7 @@ class Worker:
             raise ValueError("a refresh is being staged; finish or abandon it first")
 
     def sleep(self, level: int) -> None:
-        """Give the memory of the KV pool and of the weights back, with no step in flight and no block in use on the device.
+        """Release the memory of the KV pool and of the weights, with no step in flight and no block in use on the device.
         level: see `Engine.sleep`."""
         self._drawn = None
         self.kv.release()
@@ -152,17 +145,17 @@ class Worker:
         self.asleep = set(get_args(Tag))
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
-        """Undo `sleep` for the named parts, None = for all that is asleep. Raises ValueError where one of them is awake, and
-        what taking the memory raises: that part sleeps on then."""
+        """Undo `sleep` for the named parts, None = for all that is asleep. Raises ValueError if one of them is awake, and the
+        error of an allocation that fails: that part stays asleep."""
         for tag in parts_to_wake(tags, self.asleep):
             (self.weights.restore_memory if tag == "weights" else self.kv.restore)()
             self.asleep.remove(tag)
 
     # ── warm-up ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def warm_up(self, report: Report = no_report) -> None:
-        """Run a step of each size that is captured, and the largest one of all, on a device that compiles and captures on first
-        use. The largest goes first: the others find room in its memory. They write into the first KV block, which no sequence
-        has yet. Raises ValueError where the device's memory does not hold one."""
+        """Run a step of each size that is captured, and the largest step, on a device that compiles and captures on first use.
+        The largest runs first, so that the others fit into its memory. They write into the first KV block, which no sequence
+        has yet. Raises ValueError if a step does not fit into the device's memory."""
         config = self.config
         if not (config.warm_up and self.device.warms_up):
             return
@@ -174,7 +167,7 @@ class Worker:
                 self._warm_up_step(rows, count)
             except torch.OutOfMemoryError as error:
                 raise ValueError(
-                    f"a step of {rows * count} tokens finds no memory beside the weights and the KV pool: lower kv_gib, "
+                    f"a step of {rows * count} tokens does not fit into memory with the weights and the KV pool: lower kv_gib, "
                     f"max_batch_tokens={config.most_tokens} or max_num_seqs={config.most_seqs}"
                 ) from error
 
@@ -205,9 +198,9 @@ class Worker:
 
 
 def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Report = no_report) -> Worker:
-    """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, take the
-    memory of the KV pools, in this order. `Worker.config` has what the configuration leaves to the device. report: takes the
-    name of each phase when it begins. Raises ValueError for a configuration that cannot work."""
+    """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, allocate the
+    KV pools, in this order. `Worker.config` has the defaults that depend on the device. report: takes the name of each phase
+    when it begins. Raises ValueError for a configuration that cannot work."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = device_of(config)
@@ -226,7 +219,8 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
 
 
 def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> ModelKernels:
-    """Choose what attends and what computes the layers, and compare both with the module's own forward. Raises ValueError."""
+    """Choose the attention backend and the execution path of the layers, and compare both with the module's own forward. Raises
+    ValueError."""
     memory = device.memory
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
@@ -240,20 +234,17 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
 
 
 def take_kv(config: EngineConfig, device: Device, model: ModelLike) -> PagedKV:
-    """Size both pools of KV and take their memory. Raises ValueError for a size that cannot be had, or whose block tables do
-    not fit the host's memory."""
+    """Allocate both KV pools. Raises ValueError if there is not enough memory for them, or for their block tables in host
+    memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
-    block_bytes = kept.bytes_per_token * config.block_size
-    on_device = blocks_on_device(config, block_bytes, memory)
-    on_host = blocks_in_host_memory(config, block_bytes, on_device, memory)
-    take_now = config.kv_tokens is not None or config.kv_gib is not None, config.cpu_offload_gib is not None
-    kv = PagedKV(kept, config.block_size, on_device, on_host, memory, device.copy_engine(), take_now)
-    check_tables(config, min(-(-model.context // config.block_size), on_device))
+    sizes = pool_sizes(config, kept.bytes_per_token * config.block_size, memory)
+    kv = PagedKV(kept, sizes, memory, device.copy_engine())
+    check_tables(config, min(-(-model.context // config.block_size), sizes.device))
     return kv
 
 
 def parts_to_wake(tags: Collection[Tag] | None, asleep: set[Tag]) -> list[Tag]:
-    """List what is to be woken, weights first. tags: as for `Engine.wake`. Raises ValueError."""
+    """List the parts to wake, weights first. tags: as for `Engine.wake`. Raises ValueError."""
     wanted = asleep if tags is None else set(tags)
     if not wanted or not wanted <= set(get_args(Tag)):
         raise ValueError("the engine is not asleep" if tags is None else f"tags={tuple(tags)}: name weights, kv or both")

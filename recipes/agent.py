@@ -9,9 +9,9 @@
     python -m rollout.recipes.agent              # sums with SmolLM2-135M, a minute on 2 cores
     python -m rollout.recipes.agent --keep-s 0   # the control: KV between turns is a cache like any other
 
-All conversations run at once, and each continues as soon as its own turn has ended (`rollout.SampleStream`). While the
-calculator works, the service keeps the turn's KV for `kv_ttl_s` seconds, so the next turn prefills only the tool's answer. The
-recipe prints how many tokens were prefilled. For training, `Conversation.written` tells the model's tokens from the tool's.
+Each conversation is an asyncio task of its own (`rollout.AsyncRolloutClient`), so all run at once, and a tool may await. While
+the calculator works, the service keeps the turn's KV for `kv_ttl_s` seconds, so the next turn prefills only the tool's answer.
+The recipe prints how many tokens were prefilled. For training, `Conversation.written` tells the model's tokens from the tool's.
 
 Tool calls inside the text: Schick et al., "Toolformer" (2023).
 """
@@ -19,15 +19,16 @@ Tool calls inside the text: Schick et al., "Toolformer" (2023).
 from __future__ import annotations
 
 import ast
+import asyncio
 import itertools
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling, models
+from rollout import AsyncRolloutClient, Sample, Sampling, models
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.process import service_process
@@ -87,14 +88,14 @@ class Conversation:
         self.tokens += tokens
 
 
-Tool = Callable[[str], str | None]
+Tool = Callable[[str], Awaitable[str | None]]
 """what to append behind what the model has said; None: nobody was asked"""
 
 
 CALL = re.compile(r"<<([^<>]*)>>\s*$")
 
 
-def calculator(said: str) -> str | None:
+async def calculator(said: str) -> str | None:
     """Answer a call <<12 + 30>> at the end of what was said."""
     call = CALL.search(said)
     return None if call is None else f" = {calculate(call[1])}."
@@ -136,49 +137,37 @@ def value_of(node: ast.AST) -> float:
 
 
 class Agents:
-    """Holds conversations, all at once."""
+    """Takes conversations through their turns."""
 
-    def __init__(self, client: RolloutClient, tokenizer: Any, tool: Tool, options: Options) -> None:
+    def __init__(self, client: AsyncRolloutClient, tokenizer: Any, tool: Tool, options: Options) -> None:
         self.client, self.tokenizer, self.tool, self.options = client, tokenizer, tool, options
         self.stop_ids = ends(tokenizer)
         self.asked = 0
         """tokens of all prompts of all turns: what would be prefilled without KV of earlier turns"""
         self._seeds = itertools.count(options.seed)
 
-    def converse(self, conversations: Sequence[Conversation]) -> Iterator[Conversation]:
-        """Take each through its turns. Yields them as they end."""
-        arrivals, open_turns = SampleStream(), dict[str, Conversation]()
-
-        def follow(handle: Handle, conversation: Conversation) -> None:
-            open_turns[handle.group_id] = conversation
+    async def converse(self, conversation: Conversation) -> Conversation:
+        """Take one through its turns. Raises RuntimeError for a turn that failed."""
+        handle = self.client.submit(conversation.tokens, self._sampling(conversation))
+        while True:
             self.asked += len(handle.group.prompt)
-            arrivals.add(handle)
-
-        for conversation in conversations:
-            follow(self.client.submit(conversation.tokens, self._sampling(conversation)), conversation)
-        while open_turns:
-            handle, sample = arrivals.get(timeout=600)
-            conversation = open_turns.pop(handle.group_id)
-            after = self._go_on(conversation, handle, sample)
-            if after is None:
+            (sample,) = await handle.result(timeout=600)
+            answer = await self._answer(conversation, sample)
+            if answer is None:
                 handle.cancel()  # no turn follows: its KV is not kept any longer
-                yield conversation
-            else:
-                follow(after, conversation)
+                return conversation
+            more = self.tokenizer.encode(answer, add_special_tokens=False)
+            conversation.add(more, written=False)
+            handle = self.client.next_turn(sample, handle.group.prompt, self._sampling(conversation), append=more)
 
-    def _go_on(self, conversation: Conversation, handle: Handle, sample: Sample) -> Handle | None:
-        """Ask the tool and send the next turn; None where none follows. Raises RuntimeError for a turn that failed."""
+    async def _answer(self, conversation: Conversation, sample: Sample) -> str | None:
+        """Add a turn of the model, and ask the tool; None where no turn follows."""
         if sample.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a turn ended as {sample.finish_reason}: {sample.error or ''}")
         conversation.add(sample.token_ids.tolist(), written=True)
         conversation.turns += 1
         conversation.said = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        answer = self.tool(conversation.said)
-        if answer is None or conversation.turns == self.options.turns:
-            return None
-        more = self.tokenizer.encode(answer, add_special_tokens=False)
-        conversation.add(more, written=False)
-        return self.client.next_turn(sample, handle.group.prompt, self._sampling(conversation), append=more)
+        return None if conversation.turns == self.options.turns else await self.tool(conversation.said)
 
     def _sampling(self, conversation: Conversation) -> Sampling:
         """Make the sampling of the next turn. Each turn has a seed of its own: with that of another turn it would draw by the
@@ -217,26 +206,34 @@ def main(options: Options) -> list[Conversation]:
     """Ask all questions, and print a conversation, how many answers are right, and what was prefilled."""
     folder = models.resolve(options.model)
     tokenizer = models.load_tokenizer(folder)
-    asked = sums(options)
-    conversations = [Conversation(tokenizer.encode(EXAMPLES.format(question=each))) for each in asked]
+    questions = sums(options)
+    conversations = [Conversation(tokenizer.encode(EXAMPLES.format(question=each))) for each in questions]
     say("starting the service")
     engine = EngineConfig(model=str(folder), kv_tokens=65_536, block_size=16)
-    with service_process(Config(engine=engine)) as service, RolloutClient(service.endpoint, name="agent") as client:
-        agents = Agents(client, tokenizer, calculator, options)
-        done = 0
-        for done, each in enumerate(agents.converse(conversations), 1):
-            say(f"conversation {done} of {len(conversations)}: {each.turns} turns")
-        status = client.status()
-    right = sum(answer_of(each) == calculate(question) for question, each in zip(asked, conversations, strict=True))
+    with service_process(Config(engine=engine)) as service:
+        asked, status = asyncio.run(ask(service.endpoint, tokenizer, conversations, options))
+    right = sum(answer_of(each) == calculate(question) for question, each in zip(questions, conversations, strict=True))
     longest = max(conversations, key=lambda each: each.turns)
     print(tokenizer.decode(longest.tokens).rsplit("\n\n", 1)[-1].strip())
-    print(f"{right} of {done} right, in {sum(each.turns for each in conversations)} turns")
-    share = 100 * status["prefill_tokens"] / agents.asked
+    print(f"{right} of {len(conversations)} right, in {sum(each.turns for each in conversations)} turns")
+    share = 100 * status["prefill_tokens"] / asked
     print(
-        f"{status['prefill_tokens']} of {agents.asked} prompt tokens prefilled ({share:.0f} %): {status['kept_tokens']} were "
+        f"{status['prefill_tokens']} of {asked} prompt tokens prefilled ({share:.0f} %): {status['kept_tokens']} were "
         f"kept from the turn before, {status['prefix_hit_tokens']} found in the prefix index"
     )
     return conversations
+
+
+async def ask(
+    address: str, tokenizer: Any, conversations: Sequence[Conversation], options: Options
+) -> tuple[int, dict[str, Any]]:
+    """Run all conversations at once. Returns the tokens of all prompts, and the status of the service."""
+    async with AsyncRolloutClient(address, name="agent") as client:
+        agents = Agents(client, tokenizer, calculator, options)
+        running = [asyncio.ensure_future(agents.converse(each)) for each in conversations]
+        for done, one in enumerate(asyncio.as_completed(running), 1):
+            say(f"conversation {done} of {len(running)}: {(await one).turns} turns")
+        return agents.asked, await client.status()
 
 
 def answer_of(conversation: Conversation) -> str:

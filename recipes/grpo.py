@@ -14,8 +14,8 @@ off-policy"); the importance ratio against the service's own log-probs corrects 
 service's arithmetic (`rollout.exact`), so on the same weights the ratio is 1; --no-exact leaves it rounding too.
 
 GRPO: Shao et al., "DeepSeekMath" (2024); token-level loss: Yu et al., "DAPO" (2025); one step off-policy: Noukhovitch et al.,
-"Asynchronous RLHF" (ICLR 2025). The curves and the data sets of reasoning-gym need `pip install -e '.[grpo]'`, --lora needs
-`pip install -e '.[lora]'`, wandb `pip install -e '.[wandb]'`.
+"Asynchronous RLHF" (ICLR 2025). Extras: `pip install 'rl-rollout[grpo,lora,wandb,reasoning-gym]'` for the curves, --lora, wandb
+and other tasks.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def questions(options: Options, seed: int, size: int) -> list[Question]:
     except ModuleNotFoundError as error:
         raise InputError(
             f"--task {options.task}: is a data set of reasoning-gym, and {error.name} is not installed: "
-            "pip install -e '.[grpo]' (it needs a C compiler), or leave --task out"
+            "pip install 'rl-rollout[reasoning-gym]' (it needs a C compiler), or leave --task out"
         ) from None
     data = reasoning_gym.create_dataset(options.task, seed=seed, size=size, **json.loads(options.task_config))
     return [Question(each["question"], partial(data.score_answer, entry=each)) for each in data]
@@ -405,7 +405,7 @@ def steps(options: Options, client: RolloutClient, task: Task, train: Callable[[
     try:
         ask_held_out(client, task, outcome, "before training")
         with (
-            (options.out / "rewards.jsonl").open("w") as log,
+            (options.out / "rewards.jsonl").open("w", buffering=1) as log,
             tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar,
         ):
             for row in train(lambda phase: bar.set_description(f"step {min(bar.n + 1, options.steps)}, {phase}")):
@@ -440,7 +440,7 @@ def report(options: Options, task: Task, outcome: Outcome) -> None:
         say("no step was finished")
         return
     if importlib.util.find_spec("matplotlib") is None:
-        say(f"no curves.png: matplotlib is not installed: pip install -e '.[grpo]'; {options.out}/rewards.jsonl has the rows")
+        say("no curves.png: matplotlib is not installed: pip install 'rl-rollout[grpo]'")
     else:
         plot(rows, options.out / "curves.png", f"{options.model}, {options.task}" + ("" if options.refresh else ", no refresh"))
     fifth = max(1, len(rows) // 5)
@@ -464,7 +464,7 @@ def open_wandb(options: Options, stack: ExitStack) -> Any:
     try:
         import wandb
     except ModuleNotFoundError:
-        raise InputError("wandb is not installed: pip install -e '.[wandb]', or give --no-wandb") from None
+        raise InputError("wandb is not installed: pip install 'rl-rollout[wandb]', or give --no-wandb") from None
     from rollout.metrics.sinks import define_metrics, described_run
 
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from rollout.commands.extras import missing
 from rollout.config import CannotServe, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
@@ -29,6 +30,12 @@ def run(name: str, main: Callable[[Options], Any], options: type[Options]) -> in
         return INTERRUPTED
     except (CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         say(f"{name}: {error}")
+        return 1
+    except ModuleNotFoundError as error:
+        sentence = missing(error)
+        if sentence is None:
+            raise
+        say(f"{name}: {sentence}")
         return 1
     return result if isinstance(result, int) else 0
 

@@ -7,7 +7,7 @@ Each step prints what TRL logged: the version of the weights that made its compl
 far TRL's own log-probs are from the service's. With the service's arithmetic in the trainer (--exact, the default) they agree
 to rounding of the last log-softmax, in bf16 too; with --no-exact they differ by some 1e-5 in fp32 and 0.04 in bf16.
 
-Needs `pip install -e '.[trl]'`. For AsyncGRPOTrainer see `rollout.integrations.trl`.
+Needs `pip install 'rl-rollout[trl]'`. For AsyncGRPOTrainer see `rollout.integrations.trl`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def make_trainer(options: Options, folder: Path, rollouts: GroupRollouts, arithm
 def main(options: Options) -> int:
     """Train, print TRL's metrics, and save the model. Returns the exit status, as `report`."""
     if importlib.util.find_spec("trl") is None:
-        raise InputError("trl is not installed: pip install -e '.[trl]'")
+        raise InputError("trl is not installed: pip install 'rl-rollout[trl]'")
     say(f"loading {options.model}")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # it warns that rollout_func is experimental
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # TRL 1.16 reads it each step

@@ -1,14 +1,35 @@
 """RL rollout generation service: the names that a trainer imports."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.client.api import RolloutClient
-    from rollout.client.handle import Handle
-    from rollout.client.streams import SampleStream
-    from rollout.engine.types import Sample, Sampling
-    from rollout.transport.errors import RolloutError
+    from rollout.client import AsyncHandle, AsyncRolloutClient, Handle, LinkTiming, RefreshHandle, RolloutClient, SampleStream
+    from rollout.engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk, TokenColumns
+    from rollout.transport.errors import (
+        Busy,
+        ClientClosed,
+        Forbidden,
+        GroupFailed,
+        IdConflict,
+        InvalidRequest,
+        KeyRefused,
+        LimitExceeded,
+        NotBelieved,
+        NoTokenizer,
+        ProtocolError,
+        RequestTimeout,
+        RolloutError,
+        ServiceLost,
+        ServiceRestarted,
+        SourceUnreachable,
+        StaleWeights,
+        VersionMismatch,
+        WeightsRefused,
+        WrongBase,
+    )
+    from rollout.transport.messages import Welcome
 
 __version__ = "0.1.0"
 
@@ -16,29 +37,57 @@ if not (Path(__file__).parent / "engine").is_dir():
     # a checkout: engine/, transport/ and recipes/ lie beside this folder; a wheel has them in it
     __path__.append(str(Path(__file__).parent.parent))
 
-__all__ = ["SampleStream", "Handle", "RolloutClient", "RolloutError", "Sample", "Sampling", "__version__"]
+__all__ = [
+    "AsyncHandle",
+    "AsyncRolloutClient",
+    "Busy",
+    "ClientClosed",
+    "Forbidden",
+    "Group",
+    "GroupFailed",
+    "Handle",
+    "IdConflict",
+    "InvalidRequest",
+    "KeyRefused",
+    "LimitExceeded",
+    "Limits",
+    "LinkTiming",
+    "NoTokenizer",
+    "NotBelieved",
+    "PartialSample",
+    "ProtocolError",
+    "RefreshHandle",
+    "Refreshed",
+    "RequestTimeout",
+    "RolloutClient",
+    "RolloutError",
+    "Sample",
+    "SampleStream",
+    "Sampling",
+    "ServiceLost",
+    "ServiceRestarted",
+    "SourceUnreachable",
+    "StaleWeights",
+    "TokenChunk",
+    "TokenColumns",
+    "VersionMismatch",
+    "WeightsRefused",
+    "Welcome",
+    "WrongBase",
+    "__version__",
+]
+HOMES = ("rollout.engine.types", "rollout.transport.errors", "rollout.transport.messages", "rollout.client")
+"""modules that have these names, in the order of their imports"""
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for (PEP 562): `rollout --help` waits for no socket library."""
-    if name in ("Sample", "Sampling"):
-        from rollout.engine import types
-
-        return getattr(types, name)
-    if name == "RolloutClient":
-        from rollout.client.api import RolloutClient
-
-        return RolloutClient
-    if name == "SampleStream":
-        from rollout.client.streams import SampleStream
-
-        return SampleStream
-    if name == "Handle":
-        from rollout.client.handle import Handle
-
-        return Handle
-    if name == "RolloutError":
-        from rollout.transport.errors import RolloutError
-
-        return RolloutError
+    for home in HOMES if name in __all__ else ():
+        if hasattr(module := import_module(home), name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names too, which are not imported yet."""
+    return sorted({*globals(), *__all__})

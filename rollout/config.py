@@ -73,6 +73,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """log a warning with the stack if a step, or another phase of a loop iteration, exceeds this many seconds"""
     exit_when_stalled_s: float | None = None
     """exit if a loop iteration exceeds this many seconds (for supervisors); default: never"""
+    served_model_name: str = ""
+    """name of the model for HTTP clients; default: the model as given, for example smollm2 or ./policy"""
     exit_without_clients_s: float | None = None
     """exit after this many seconds without a client (for replicas whose router does not return); default: never"""
 
@@ -108,7 +110,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     listen_replicas: str | None = None
     """address at which the router accepts replicas that were started elsewhere; without --service.keys loopback only"""
     ray: str | None = None
-    """place replicas with Ray: "local" = Ray on this machine, or a cluster ("auto", HOST:PORT); needs rollout[ray]"""
+    """place replicas with Ray: "local" = Ray on this machine, or a cluster ("auto", HOST:PORT); needs the extra ray"""
     ray_join: str | None = None
     """connection file that replicas on a Ray cluster use to join, at the same path on every node; default: join on this host
     without keys"""

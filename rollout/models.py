@@ -66,12 +66,21 @@ def is_on_hub(name: str) -> bool:
     return not Path(name).expanduser().is_dir() and HUB_ID.fullmatch(name) is not None
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """Load the transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none."""
+def tokenizer_of(name: str) -> Any:
+    """Load the transformers tokenizer of a model. Of a hub id it fetches the tokenizer's files only. name: as for `resolve`.
+    Raises ModelNotFound."""
+    if is_on_hub(name):
+        return load_tokenizer(name, local=False)
+    return load_tokenizer(resolve(name))
+
+
+def load_tokenizer(folder: str | Path, local: bool = True) -> Any:
+    """Load the transformers tokenizer of a resolved model. Raises ModelNotFound if the folder has none. local: without asking
+    the hub."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{folder}: no tokenizer could be loaded from it ({error})") from error
 

@@ -55,12 +55,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith(NIGHTLY):
             item.add_marker(pytest.mark.long)
+    # first, and so in one process of several: each process that has some starts a service
+    items.sort(key=lambda item: "tiny_service" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Models here are tiny: a second thread costs more than it brings, above all beside other processes."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def loads_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines skip most of what they compare at load, which takes longer than most tests. It has tests of its own
+    (tests/engine/test_models.py, test_cpu_judge.py)."""
+    monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)
+    monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33, 130))
 
 
 @pytest.fixture

@@ -1,21 +1,26 @@
-"""What to install is said in one way that is right today: from a checkout. On the index the name is another project's."""
+"""How to install is said in one way: `pip install '.[extra]'` in a checkout; then `pip install 'rl-rollout[extra]'` adds an
+extra to what is installed. On the index, rollout is another project's."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("README.md", "CONTRIBUTING.md", "Makefile", "docs", "engine", "transport", "rollout", "recipes", "tests", ".ci")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "Dockerfile", "docs")
+PLACES = (*PAGES, "engine", "transport", "rollout", "recipes", "tests", ".ci")
 COMMAND = re.compile(r"\b(?:pip3?|pipx|uv)\s+(?:pip\s+)?(?:install|add|download)\b")
 WORDS = re.compile(r"[^\s`]+|`")
-NAME = re.compile(r"""["'(]*rollout(?:\[[^\]]*\])?(?:[=<>~!]=?[^"']*)?["'),.;:]*""")
+NAME = re.compile(r"""["'(]*(rollout|rl[-_]rollout|\.(?=["'\[]|$))(\[[^\]]*\])?(?:[=<>~!]=?[^"']*)?["'),.;:]*""")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
 
 
 def by_name(text: str) -> list[str]:
-    """Commands in a text that install this project by its name, on one line or with the name on the next one."""
+    """Commands in a text that install another project of this name, this one by its name alone, which works only once it is on
+    the index, or an extra that there is not. The name may be on the next line."""
     found = []
     for command in COMMAND.finditer(text):
         words = []
@@ -26,9 +31,16 @@ def by_name(text: str) -> list[str]:
                 break
             if word[0] not in ("#", '"'):
                 words.append(word[0])
-            if NAME.fullmatch(word[0]):
+            name = NAME.fullmatch(word[0])
+            if name and not right(name[1], name[2]):
                 found.append(" ".join([command[0], *words]))
     return found
+
+
+def right(name: str, extras: str | None) -> bool:
+    """Whether a command may install `name` with `extras`, e.g. "[http,grpo]"."""
+    known = extras is None or EXTRAS >= set(extras.strip("[]").split(","))
+    return known and (name == "." or (name == "rl-rollout" and extras is not None))
 
 
 def texts() -> list[Path]:
@@ -41,7 +53,7 @@ def test_nobody_is_told_to_install_another_project() -> None:
     files = texts()
     assert len(files) > 300
     wrong = {str(file.relative_to(ROOT)): found for file in files if (found := by_name(file.read_text(errors="replace")))}
-    assert not wrong, "say pip install -e '.[extra]', in the checkout"
+    assert not wrong, "say pip install '.[extra]' in the checkout, or pip install 'rl-rollout[extra]' where it is installed"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +64,13 @@ def test_nobody_is_told_to_install_another_project() -> None:
         ("in words: pip install\n    rollout[ray]", 1),
         ("pip install --no-deps\n# rollout", 1),
         ("uv pip install rollout==0.1", 1),
+        ("pip install rl-rollout", 1),
+        ("pip install 'rl-rollout[htpp]'", 1),
+        ("pip install -e '.[sereve]'", 1),
+        ("Makefile: pip install --quiet '.[dev,nothing]'", 1),
+        ("pip install 'rl-rollout[http]'", 0),
+        ("pip install 'rl_rollout[http]'", 1),
+        ("pip install .", 0),
         ("pip install -e '.[http]'\n    rollout serve", 0),
         ("`pip install -e .` and `rollout serve`", 0),
         ("pip install msgspec\nrollout http", 0),

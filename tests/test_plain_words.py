@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HELP = ("rollout/config.py", "rollout/commands/arguments.py", "engine/config.py")
-MOST_LINES = {"README.md": 120, "docs/architecture.md": 80, "docs/life-of-a-request.md": 40}
+MOST_LINES = {"README.md": 130, "docs/architecture.md": 80, "docs/life-of-a-request.md": 40}
 
 PHRASES = (
     r"for which they would not is",
@@ -64,11 +64,17 @@ PHRASES = (
     r"\bin company\b",
     r"\b(is|are|was|were) not taken\b",
     r"\bthe seam\b",
+    r"\b(whoever|who) (came|comes|knows|said|says|asks)\b",
+    r"\b(is|are) told\b",
+    r"\bhas forgotten\b",
+    r"\bsaid (goodbye|hello)\b",
+    r"\bwhere (these|this|that) pays?\b",
     r"\bwhat (travels|comes|comes? of|stands|lies|is left) (is|are|of|for|behind|there)\b",
 )
 """regular expressions, matched without regard to case and line breaks"""
-ROOMS = ("kv", "forward", "cpu", "cuda", "weights", "config.py", "devices.py", "memory.py", "status.py", "paths.py")
-"""files and folders of `engine/` whose docstrings, comments and messages are checked too"""
+ROOMS = ("engine", *(f"engine/{name}" for name in ("scheduling", "kv", "forward", "cpu", "cuda", "weights")))
+ROOMS += ("rollout/service", "rollout/fleet")
+"""folders whose docstrings, comments and messages are checked too"""
 
 
 def found(text: str) -> list[str]:
@@ -79,8 +85,7 @@ def found(text: str) -> list[str]:
 
 def pages() -> list[Path]:
     docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *(ROOT / name for name in HELP)]
-    rooms = (path for room in ROOMS for path in sorted((ROOT / "engine").glob(f"{room}/*.py" if "." not in room else room)))
-    return [*docs, *rooms]
+    return [*docs, *(path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")))]
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
@@ -89,7 +94,7 @@ def test_entry_pages_are_short(name: str) -> None:
 
 
 def test_no_phrase_returns() -> None:
-    assert len(pages()) > 40
+    assert len(pages()) > 150
     wrong = {str(path.relative_to(ROOT)): phrases for path in pages() if (phrases := found(path.read_text()))}
     assert not wrong, "say who does what to what, in the field's words"
 
@@ -126,9 +131,9 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_every_public_name_has_an_entry() -> None:
     """Names that packages export, against the `:::` entries of docs/api."""
     entries = "\n".join(path.read_text() for path in ROOT.glob("docs/api/*.md"))
-    documented = set(re.findall(r"^::: [\w.]+\.(\w+)$", entries, re.MULTILINE)) | {
-        "RolloutError"
-    }  # in rollout.transport.errors
+    documented = set(re.findall(r"^::: [\w.]+\.(\w+)$", entries, re.MULTILINE))
+    assert "::: rollout.transport.errors\n" in entries
+    documented |= set(re.findall(r"^class (\w+)", (ROOT / "transport/errors.py").read_text(), re.MULTILINE))
     for package in ("rollout", "engine", "rollout/exact", "rollout/client"):
         source = (ROOT / package / "__init__.py").read_text()
         exported = set(re.findall(r'"(\w+)"', source.split("__all__ = [")[1].split("]")[0])) - {"__version__"}

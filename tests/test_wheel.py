@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -85,6 +86,15 @@ for module in pkgutil.walk_packages(rollout.__path__, "rollout."):
 )
 
 
+OLD_COMPILER = """#!/bin/sh
+case "$*" in *-mamx-tile*) echo "unrecognized command-line option -mamx-tile" >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+KERNELS = "from rollout.engine.cpu.build import installed_kernels; print(*installed_kernels())"
+KNOWN = list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of this tree: a build writes beside its sources."""
@@ -96,9 +106,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def built(sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Lay the packages out in `folder` as a wheel has them, without compiling anything."""
-    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": ""}
+def built(sources: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Lay the packages out in `folder` as a wheel has them. Without CC among `environment` nothing is compiled."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("CC", "ROLLOUT_KERNELS")}
+    environment = ours | {"PATH": ""} | environment
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
     return subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, timeout=100)
 
@@ -109,6 +120,50 @@ def tree(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = built(sources, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def old_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compiler that writes empty libraries, and does not know the tile instructions of AMX."""
+    path = tmp_path_factory.mktemp("compiler") / "cc"
+    path.write_text(OLD_COMPILER)
+    path.chmod(0o755)
+    return str(path)
+
+
+def kernels_of(tree: Path, cwd: Path) -> list[str]:
+    """Ask an installed tree for its kernels."""
+    done = python_in(tree, KERNELS, cwd=cwd)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(len(KNOWN) == 1, reason="plain C only on this architecture")
+def test_a_wheel_lacks_no_kernels_unless_that_is_asked_for(sources: Path, old_compiler: str, tmp_path: Path) -> None:
+    done = built(sources, tmp_path / "all", CC=old_compiler)
+    others = [name for name in KNOWN if name != "amx"]
+    assert done.returncode == 1 and "unrecognized command-line option" in done.stderr, done.stderr[-3000:]
+    advice = f"no kernels for amx: ROLLOUT_KERNELS={','.join(others)} builds a wheel without them\n"
+    assert done.stderr.endswith(advice), done.stderr[-300:]
+
+    done = built(sources, tmp_path / "named", CC=old_compiler, ROLLOUT_KERNELS=",".join(others))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"rollout: compiling the kernels for {', '.join(others)} with {old_compiler}\n" in done.stdout
+    assert all(f"rollout: {name} compiled in " in done.stdout for name in others)
+    assert kernels_of(tmp_path / "named", tmp_path) == others
+
+
+def test_a_wheel_without_kernels_says_so(sources: Path, tree: Path, old_compiler: str, tmp_path: Path) -> None:
+    done = built(sources, tmp_path / "none", CC=old_compiler, ROLLOUT_KERNELS="none")
+    assert done.returncode == 0 and "rollout: no kernels in this wheel" in done.stdout
+    assert kernels_of(tmp_path / "none", tmp_path) == kernels_of(tree, tmp_path) == []
+    done = built(sources, tmp_path / "without", ROLLOUT_KERNELS="plain")
+    assert done.returncode == 1 and done.stderr.endswith(
+        "ROLLOUT_KERNELS=plain: no C compiler (cc, gcc, clang or $CC) is there\n"
+    )
+    for wrong in ("", "avx1024", "none,plain"):
+        done = built(sources, tmp_path / "wrong", CC=old_compiler, ROLLOUT_KERNELS=wrong)
+        assert done.returncode == 1 and f"ROLLOUT_KERNELS={wrong!r}: must be none, or some of" in done.stderr
 
 
 def public(tree: Path) -> list[str]:
@@ -137,6 +192,10 @@ def test_every_public_name_of_an_installed_tree_can_be_imported(tree: Path, tmp_
     (tmp_path / "rollout" / "__init__.py").write_text("from engine.types import Sampling\n__all__ = ['Sampling']\n")
     done = python_in(tmp_path, NAMES, "rollout", cwd=tmp_path)
     assert done.returncode and "engine is not there" in done.stderr, "the negative control: the sources are kept away"
+
+
+def test_type_checkers_read_the_types_of_an_installed_tree(tree: Path) -> None:
+    assert all((tree / "rollout" / folder / "py.typed").is_file() for folder in (".", "engine", "transport"))
 
 
 def test_a_built_tree_imports_what_it_has(tree: Path) -> None:
@@ -223,3 +282,96 @@ def test_the_readme_example_runs_from_an_installed_wheel(
         done = subprocess.run([python, "example.py", service.endpoint], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(re.findall(r"^#(\d+) (\d) (?:stop|length) -\d+\.\d\d  ", done.stdout, re.MULTILINE)) == 8, done.stdout
+
+
+@pytest.fixture(scope="module")
+def client_level(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what pip finds for it, without extras."""
+    folder = tmp_path_factory.mktemp("client") / "venv"
+    venv.create(folder, with_pip=True)
+    done = pip(folder, "install", str(wheel))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def pip(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [folder / "bin" / "python", "-m", "pip", *words, "--disable-pip-version-check"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def in_client(folder: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of this environment, without the sources beside it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [folder / "bin" / words[0], *words[1:]]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def client_example() -> str:
+    (found,) = re.findall(r"<!-- client -->\n```python\n(.*?)```", (ROOT / "docs/install.md").read_text(), re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build the wheel with")
+def test_the_client_is_small_and_has_no_torch(client_level: Path, tmp_path: Path) -> None:
+    (packages,) = client_level.glob("lib/python*/site-packages")
+    bytes_of = {path: path.stat().st_size for path in packages.rglob("*") if path.is_file()}
+    tools = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
+    ours = {path: size for path, size in bytes_of.items() if path.relative_to(packages).parts[0].split("-")[0] not in tools}
+    assert 20e6 < sum(ours.values()) <= 100e6, sum(ours.values())
+    assert not (packages / "torch").exists() and (packages / "numpy").exists()
+
+    done = in_client(client_level, tmp_path, "python", "-c", NAMES, "rollout", "rollout.client")
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = json.loads(done.stdout)
+    assert len(names["rollout"]) >= 7 and len(names["rollout.client"]) >= 2
+    done = in_client(client_level, tmp_path, "python", "-c", NAMES, "rollout.exact")
+    assert done.returncode and "No module named 'torch'" in done.stderr, "the negative control: it is not there"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build the wheel with")
+def test_client_and_commands_run_without_extras(client_level: Path, tiny_service: str, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(client_example())
+    done = in_client(client_level, tmp_path, "python", "example.py", tiny_service)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"^#\d+ \d (?:stop|length) \[\d", done.stdout, re.MULTILINE)) == 8, done.stdout
+
+    done = in_client(client_level, tmp_path, "rollout", "status", "--address", tiny_service)
+    assert done.returncode == 0 and "running" in json.loads(done.stdout), done.stderr
+    done = in_client(client_level, tmp_path, "rollout", "top", "--address", tiny_service, "--once", "--interval", "0.1")
+    assert done.returncode == 0 and "device KV" in done.stdout, done.stderr
+    done = in_client(client_level, tmp_path, "rollout", "keys", "init", "--address", "tcp://127.0.0.1:9")
+    assert done.returncode == 0, done.stderr
+    done = in_client(client_level, tmp_path, "rollout", "serve", "--model", "smollm2")
+    assert done.stderr == "rollout serve: torch is not installed: pip install 'rl-rollout[serve]'\n"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build the wheel with")
+def test_pip_keeps_what_is_installed_when_it_adds_an_extra(client_level: Path) -> None:
+    """As error messages say it. The index has no package of this name, or a newer one."""
+    done = pip(client_level, "install", "--dry-run", "rl-rollout[text]")
+    assert done.returncode == 0, done.stderr[-3000:]
+    would = [word for line in done.stdout.splitlines() if line.startswith("Would install") for word in line.split()[2:]]
+    assert any(word.startswith("transformers-") for word in would) and not any("rollout" in word for word in would), would
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler to build the wheel with")
+def test_a_program_of_the_client_passes_mypy_strict(client_level: Path, tmp_path: Path) -> None:
+    def checked(program: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "example.py").write_text(program)
+        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(client_level / "bin" / "python")]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command.append("example.py")
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    done = checked(client_example())
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = checked(client_example().replace("n=4", 'n="4"'))
+    assert done.returncode == 1 and 'Argument "n" to "Sampling"' in done.stdout, "the negative control: it knows the types"

@@ -1,27 +1,26 @@
 """All errors that a user of the service can meet.
 
-RolloutError                    kind on the wire
-├── ProtocolError               protocol_error      bytes that are not a message of this protocol
-│   └── NotBelieved             not_believed        the other end sent an impossible value, e.g. an unrequested sample
-├── VersionMismatch             version_mismatch    the two ends speak different protocol versions
-├── NoSession                   no_session          the service does not know the session; the client sends Hello again
-├── InvalidRequest  (ValueError)   invalid_request     a field has an invalid value
-├── LimitExceeded   (ValueError)   limit_exceeded      a field exceeds one of `Limits`
-├── IdConflict      (ValueError)   id_conflict         a live group has this id and other content
-├── Busy                        busy                no capacity now; the same request may succeed later
-├── WeightsRefused  (ValueError)   weights_refused     this refresh cannot be applied; the old weights stay live
-│   └── WrongBase               wrong_base          it is a change of other weights than the live ones
-├── SourceUnreachable           source_unreachable  the service cannot read the memory or folder that a refresh offers
-├── StaleWeights                stale_weights       the service's weights are older than the client accepts, or others
-├── KeyRefused                  key_refused         the service refuses this client: its key is unknown, wrong or revoked, or
-│                                                   it lacks the secret of the address
-├── Forbidden                   forbidden           the key has no role for this request
-├── GroupFailed                 group_failed        the service failed while it served this request
-├── ServiceLost  (ConnectionError) service_lost        the service is dead, unreachable, stopping or stalled
-│   └── ServiceRestarted        service_restarted   the service was restarted without the open groups, or with other weights
-│                                                   under the same version
-├── RequestTimeout (TimeoutError)  request_timeout     the caller's timeout expired; the group is still live
-└── ClientClosed                client_closed       the client was closed while the request was open
+RolloutError                       kind on the wire
+├── ProtocolError                  protocol_error
+│   └── NotBelieved                not_believed
+├── VersionMismatch                version_mismatch
+├── NoSession                      no_session
+├── InvalidRequest (ValueError)    invalid_request
+├── LimitExceeded (ValueError)     limit_exceeded
+├── IdConflict (ValueError)        id_conflict
+├── Busy                           busy
+├── WeightsRefused (ValueError)    weights_refused
+│   └── WrongBase                  wrong_base
+├── SourceUnreachable              source_unreachable
+├── StaleWeights                   stale_weights
+├── KeyRefused                     key_refused
+├── Forbidden                      forbidden
+├── GroupFailed                    group_failed
+├── ServiceLost (ConnectionError)  service_lost
+│   └── ServiceRestarted           service_restarted
+├── NoTokenizer                    no_tokenizer
+├── RequestTimeout (TimeoutError)  request_timeout
+└── ClientClosed                   client_closed
 """
 
 from __future__ import annotations
@@ -70,80 +69,123 @@ def copy_of(error: RolloutError, group_id: str | None = None) -> RolloutError:
 
 
 class ProtocolError(RolloutError):
+    """Bytes are not a message of this protocol."""
+
     kind = "protocol_error"
 
 
 class NotBelieved(ProtocolError):
-    """Raised where the message arrives; services do not send it."""
+    """The other end sent an impossible value, e.g. an unrequested sample. Raised where the message arrives; services do not
+    send it."""
 
     kind = "not_believed"
 
 
 class VersionMismatch(RolloutError):
+    """The two ends speak different protocol versions."""
+
     kind = "version_mismatch"
 
 
 class NoSession(RolloutError):
+    """The service does not know the session; the client sends Hello again."""
+
     kind = "no_session"
 
 
 class InvalidRequest(RolloutError, ValueError):
+    """A field has a value that is not accepted; the message names the field."""
+
     kind = "invalid_request"
 
 
 class LimitExceeded(RolloutError, ValueError):
+    """A field exceeds one of `Limits`; the message names it."""
+
     kind = "limit_exceeded"
 
 
 class IdConflict(RolloutError, ValueError):
+    """A live group of this client has this id and other content."""
+
     kind = "id_conflict"
 
 
 class Busy(RolloutError):
+    """The service has no capacity now, or another refresh is staged; the same request may succeed later."""
+
     kind = "busy"
 
 
 class WeightsRefused(RolloutError, ValueError):
+    """A refresh cannot be applied; the message names the tensor, and the old weights stay live."""
+
     kind = "weights_refused"
 
 
 class WrongBase(WeightsRefused):
+    """A refresh is a change of other weights than the live ones."""
+
     kind = "wrong_base"
 
 
 class SourceUnreachable(RolloutError):
+    """The service cannot read the memory or folder that a refresh offers."""
+
     kind = "source_unreachable"
 
 
 class StaleWeights(RolloutError):
+    """The service's weights are older than `require_version`, or others with that version."""
+
     kind = "stale_weights"
 
 
 class KeyRefused(RolloutError):
+    """The service refuses this client: its key is unknown, wrong or revoked, or it lacks the secret of the address."""
+
     kind = "key_refused"
 
 
 class Forbidden(RolloutError):
+    """The key has no role for this request."""
+
     kind = "forbidden"
 
 
 class GroupFailed(RolloutError):
+    """The service failed while it served this request; the group has ended."""
+
     kind = "group_failed"
 
 
 class ServiceLost(RolloutError, ConnectionError):
+    """The service is dead, unreachable, stopping or stalled."""
+
     kind = "service_lost"
 
 
 class ServiceRestarted(ServiceLost):
+    """The service was restarted without the open groups, or with other weights under the same version."""
+
     kind = "service_restarted"
 
 
+class NoTokenizer(RolloutError):
+    """A prompt is text, or a sample's text is wanted, and the client has no tokenizer. Services do not send it."""
+
+    kind = "no_tokenizer"
+
+
 class RequestTimeout(RolloutError, TimeoutError):
+    """The caller's timeout expired; the group is still live."""
+
     kind = "request_timeout"
 
 
 class ClientClosed(RolloutError):
+    """The client was closed while the request was open."""
+
     kind = "client_closed"
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.types import Limits
-from rollout.transport.errors import ProtocolError
+from rollout.transport.errors import InvalidRequest, ProtocolError
 
 Frame = bytes | memoryview
 
@@ -64,6 +64,21 @@ def frame_bytes(frames: Sequence[Frame]) -> int:
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
 
 
+class _Named(msgspec.Struct):
+    """What a message says of the group that it concerns."""
+
+    group_id: str | None = None
+
+
+def _group_id(header: Frame, limits: Limits) -> str | None:
+    """Return the group id of a message that cannot be decoded as a whole; None if it has none, or too long a one."""
+    try:
+        group_id = msgspec.msgpack.decode(header, type=_Named).group_id
+    except MALFORMED:
+        return None
+    return group_id if group_id is not None and len(group_id.encode()) <= limits.max_id_bytes else None
+
+
 class Decoder(Generic[M]):
     """Decodes frames to messages of one union. One per receiving thread: it refers to the frames while it decodes."""
 
@@ -74,7 +89,8 @@ class Decoder(Generic[M]):
         self._used: set[int] = set()
 
     def unpack(self, frames: Sequence[Frame]) -> M:
-        """Decode a message. Its arrays are views of `frames`, writable where the frame is. Raises only ProtocolError."""
+        """Decode a message. Its arrays are views of `frames`, writable where the frame is. Raises ProtocolError; InvalidRequest
+        for a group whose `Sampling` has a value that is not accepted: it concerns this group only."""
         self._check_sizes(frames)
         self._frames, self._used = frames, set()
         try:
@@ -82,6 +98,8 @@ class Decoder(Generic[M]):
         except ProtocolError:
             raise
         except MALFORMED as error:
+            if isinstance(error.__cause__, ValueError) and (group_id := _group_id(frames[0], self._limits)) is not None:
+                raise InvalidRequest(str(error.__cause__), group_id) from None
             raise ProtocolError(f"not a message of this protocol: {str(error)[:300]}") from None
         finally:
             self._frames = ()

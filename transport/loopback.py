@@ -17,7 +17,7 @@ class LoopbackService:
 
     Example:
         end = LoopbackService()
-        service = Service(engine, transport=end)      # in a thread of its own: service.run()
+        service = open_service(engine, transport=end)      # in a thread of its own: service.run()
         client = RolloutClient(transport=end.connect())
     """
 

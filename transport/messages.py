@@ -284,6 +284,10 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     served_model_name: str = ""
     """under which HTTP clients know the model; "": the name of its folder"""
 
+    def __repr__(self) -> str:
+        """Describe the service in one line."""
+        return f"Welcome({self.model!r} version {self.version}, context {self.context}, {self.vocab_size} token ids)"
+
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     """Reject a group or a request. `kind` is one of `rollout.transport.errors.KINDS`; without ids, the message itself was

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from rollout.engine.cpu.isa import isa_of, lacking
+from rollout.engine.cpu.isa import ISAS, isa_of, lacking
 from rollout.engine.paths import cache_dir
 
 SOURCES = Path(__file__).with_name("c")
@@ -82,6 +82,11 @@ def find_compiler() -> str:
     return compiler
 
 
+def installed_kernels() -> list[str]:
+    """Return the instruction sets whose libraries were installed with these sources, best first; empty in a checkout."""
+    return [isa for isa in ISAS if (SHIPPED / library_name(isa)).exists()]
+
+
 def library_name(isa: str, folder: Path = SOURCES, *more: str) -> str:
     """Return the file name of a library, which hashes the sources, the flags and `more`."""
     sources = b"\0".join(source.name.encode() + b"\0" + source.read_bytes() for source in _sources(folder))
@@ -89,8 +94,10 @@ def library_name(isa: str, folder: Path = SOURCES, *more: str) -> str:
     return f"kernels-{isa}-{key}.so"
 
 
-def compile_library(isa: str, compiler: str, target: Path, folder: Path = SOURCES) -> None:
-    """Compile the C files of `folder` to `target` atomically. Raises NativeUnavailable."""
+def compile_library(
+    isa: str, compiler: str, target: Path, folder: Path = SOURCES, timeout_s: float = COMPILE_TIMEOUT_S
+) -> None:
+    """Compile the C files of `folder` to `target` atomically. Raises NativeUnavailable, also after `timeout_s` seconds."""
     sources = [str(source) for source in _sources(folder) if source.suffix == ".c"]
     command = [compiler, *FLAGS, *isa_of(isa).flags, *sources]
     try:
@@ -99,7 +106,7 @@ def compile_library(isa: str, compiler: str, target: Path, folder: Path = SOURCE
     except OSError as error:
         raise NativeUnavailable(f"cannot write to {target.parent} ({error}): set ROLLOUT_CACHE to a writable folder") from error
     try:
-        done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        done = subprocess.run([*command, "-o", temporary, "-lm"], capture_output=True, text=True, timeout=timeout_s)
         if done.returncode:
             raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
         os.chmod(temporary, 0o755)

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.attention import Backend, StepCapacity
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import PagedKV
 
@@ -81,7 +81,7 @@ class StepGraphs:
 
     Args:
         forward: of a batch, at fixed addresses.
-        rows, tokens: of the largest step.
+        largest: sizes of the largest step.
         new_capture: called at the start and after all graphs were dropped.
         ring: of weight offload, if on.
     """
@@ -89,12 +89,12 @@ class StepGraphs:
     def __init__(
         self,
         forward: Callable[[Batch, PagedKV, Backend], torch.Tensor],
-        rows: int,
-        tokens: int,
+        largest: StepCapacity,
         device: torch.device,
         new_capture: Callable[[], Capture],
         ring: LayerRing | None = None,
     ) -> None:
+        rows, tokens = largest.rows, largest.tokens
         self._forward = forward
         self._ring = ring
         self._new_capture = new_capture

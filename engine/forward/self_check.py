@@ -36,6 +36,7 @@ from rollout.engine.forward.attention import Backend, CannotAttend
 from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
 from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line
 from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.scheduling.plan import plan_by_hand
 
@@ -118,7 +119,7 @@ def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemor
     if geometry.head_dim != geometry.value_dim and backend.name != "reference":
         raise CannotAttend(f"keys of {geometry.head_dim} and values of {geometry.value_dim} dimensions")
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
-    kv = PagedKV(kept, block_size, tables.size, 0, memory)
+    kv = PagedKV(kept, PoolSizes(block_size, tables.size, 0), memory)
     at = dict.fromkeys(asked["q_heads"] for asked in model.asked.values())
     for q_heads in at:
         served = LoadedModel(model, backend, block_size, NARROW, memory, kept)
@@ -207,7 +208,7 @@ def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGe
     of geometry `kept`."""
     backend, block_size = served.backend, served.block_size
     blocks = -(-len(ids) // block_size)
-    kv = PagedKV(kept, block_size, 2 * blocks, 0, served.memory)
+    kv = PagedKV(kept, PoolSizes(block_size, 2 * blocks, 0), served.memory)
     tables = np.random.default_rng(0).permutation(2 * blocks).astype(np.int32).reshape(2, blocks)
     looked_at, parts = _looked_at(len(ids)), []
     chunk = max(1, min(-(-len(ids) * 3 // 5), served.most_tokens - BESIDE))

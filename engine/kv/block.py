@@ -1,4 +1,4 @@
-"""Block, BlockPool (the slots of one memory) and BlockCopies (the KV copies of one step)."""
+"""KV blocks as integers: Block, BlockPool (the slots of one memory) and BlockCopies (the KV copies of one step)."""
 
 from __future__ import annotations
 

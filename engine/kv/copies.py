@@ -1,5 +1,4 @@
-"""Copy engines: run the KV copies of a step in line with the compute (`SyncCopies`), or on two streams of their own
-(`StreamCopies`).
+"""Runs the KV copies of a step: in line with the compute (`SyncCopies`), or on two CUDA streams (`StreamCopies`).
 
 Both give the result that `BlockCopies` defines: each step's copies before its compute.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,69 +38,46 @@ class Copy(NamedTuple):
     """device to device"""
 
 
-class SlotClaims(Protocol):
-    """Device slots that some compute reads or writes."""
+class SlotClaims(NamedTuple):
+    """Device slots that some compute uses, as functions that take [n] slots."""
 
-    def reads(self, slots: np.ndarray) -> bool:
-        """Return whether the compute may read or write one of these slots."""
-
-    def writes(self, slots: np.ndarray) -> bool:
-        """Return whether the compute may write one of these slots."""
-
-
-class StepClaims:
-    """Slots of a step: it reads the blocks of all positions before its ends, and writes those from its starts on. slots: size
-    of the device pool."""
-
-    def __init__(self, slots: int, block_size: int, spans: Spans) -> None:
-        self._slots, self._table = slots, spans.block_table
-        self._first, self._end = spans.starts // block_size, -(-spans.ends // block_size)
-
-    def reads(self, slots: np.ndarray) -> bool:
-        return bool(self._read[slots].any())
-
-    def writes(self, slots: np.ndarray) -> bool:
-        return bool(self._written[slots].any())
-
-    @cached_property
-    def _read(self) -> np.ndarray:
-        """[slots] bool; includes the written slots"""
-        return self._from(np.zeros_like(self._first))
-
-    @cached_property
-    def _written(self) -> np.ndarray:
-        """[slots] bool"""
-        return self._from(self._first)
-
-    def _from(self, first: np.ndarray) -> np.ndarray:
-        used, at = np.zeros(self._slots, bool), np.arange(self._table.shape[1])
-        used[self._table[(at >= first[:, None]) & (at < self._end[:, None])]] = True
-        return used
+    reads: Callable[[np.ndarray], bool]
+    """returns whether the compute may read or write one of these slots"""
+    writes: Callable[[np.ndarray], bool]
+    """returns whether the compute may write one of these slots"""
 
 
-class DeviceCopies(NamedTuple):
-    """Slots of copies on the device."""
-
-    pairs: Pairs
-
-    def reads(self, slots: np.ndarray) -> bool:
-        return not {slot for pair in self.pairs for slot in pair}.isdisjoint(slots.tolist())
-
-    def writes(self, slots: np.ndarray) -> bool:
-        return not {target for _, target in self.pairs}.isdisjoint(slots.tolist())
+ALL_SLOTS = SlotClaims(reads=lambda slots: True, writes=lambda slots: True)
+"""conservative claims: the compute may write any slot"""
 
 
-class AllSlots:
-    """Conservative claim: may read or write any slot."""
+def step_claims(device_blocks: int, block_size: int, spans: Spans) -> SlotClaims:
+    """Return the slots of a step: it reads the blocks of all positions before its ends, and writes those from its starts on."""
+    table, first, end = spans.block_table, spans.starts // block_size, -(-spans.ends // block_size)
 
-    def reads(self, slots: np.ndarray) -> bool:
-        return True
+    @cache
+    def used(written: bool) -> np.ndarray:
+        """Return [device_blocks] bool. written: without the blocks that are only read."""
+        slots, at = np.zeros(device_blocks, bool), np.arange(table.shape[1])
+        begin = first if written else np.zeros_like(first)
+        slots[table[(at >= begin[:, None]) & (at < end[:, None])]] = True
+        return slots
 
-    def writes(self, slots: np.ndarray) -> bool:
-        return True
+    return SlotClaims(reads=lambda slots: bool(used(False)[slots].any()), writes=lambda slots: bool(used(True)[slots].any()))
+
+
+def copy_claims(pairs: Pairs) -> SlotClaims:
+    """Return the slots of copies on the device."""
+    written = {target for _, target in pairs}
+    used = written.union(source for source, _ in pairs)
+    return SlotClaims(
+        reads=lambda slots: not used.isdisjoint(slots.tolist()), writes=lambda slots: not written.isdisjoint(slots.tolist())
+    )
 
 
 class CopyEngine(Protocol):
+    """Runs the copies of the steps, one step at a time."""
+
     def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         """Run the copies of a step. Returns the copies that finished since the last call.
 
@@ -180,17 +156,17 @@ class StreamCopies:
         self._out, self._into = CopyStream(cuda.Stream(device)), CopyStream(cuda.Stream(device))
         self._before: Any = None
         """event before the newest step; copies wait for all older work"""
-        self._newest: list[SlotClaims] = [AllSlots()]
+        self._newest: list[SlotClaims] = [ALL_SLOTS]
         """slots of the newest step, and of the copies on the device launched with it"""
 
     def run(self, moves: BlockCopies, copy: Copy, uses: SlotClaims) -> Copied:
         compute = self._cuda.current_stream(self._device)
         ended = [way.ended() for way in (self._out, self._into)]
         now = compute.record_event()
-        spans = [(self._before, AllSlots()), *((now, claims) for claims in self._newest)]
+        spans = [(self._before, ALL_SLOTS), *((now, claims) for claims in self._newest)]
         self._issue(self._out, copy.out, moves.offloads, spans)
         self._issue(self._into, copy.into, moves.restores, spans)
-        within = DeviceCopies(moves.copies)
+        within = copy_claims(moves.copies)
         if moves.copies:
             self._hold(compute, within)
             copy.within(moves.copies)
@@ -204,7 +180,7 @@ class StreamCopies:
     def finish(self) -> None:
         for way in (self._out, self._into):
             way.stream.synchronize()
-        self._newest = [AllSlots()]  # the following compute is not a step
+        self._newest = [ALL_SLOTS]  # the following compute is not a step
 
     def _issue(
         self, way: CopyStream, copy: Callable[[Pairs], None], pairs: Pairs, spans: Iterable[tuple[Any, SlotClaims]]

@@ -25,7 +25,8 @@ import torch
 from rollout.engine.config import KVName
 from rollout.engine.kv import fp8
 from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import AllSlots, Copied, Copy, CopyEngine, StepClaims, SyncCopies
+from rollout.engine.kv.copies import ALL_SLOTS, Copied, Copy, CopyEngine, SyncCopies, step_claims
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import DeviceMemory
 
 MADV_POPULATE_WRITE = 23
@@ -85,39 +86,34 @@ class PagedKV:
     def __init__(
         self,
         geometry: KVGeometry,
-        block_size: int,
-        device_blocks: int,
-        host_blocks: int,
+        sizes: PoolSizes,
         memory: DeviceMemory,
         copy_engine: CopyEngine | None = None,
-        take_now: tuple[bool, bool] = (False, False),
     ) -> None:
         """Allocate both pools.
 
         Args:
             copy_engine: runs the copies of a step; None: `SyncCopies`.
-            take_now: whether to commit the memory of the device pool and of the host pool now, so that no step waits for page
-                faults; otherwise pages are committed at their first use.
 
         Raises:
             ValueError: the memory cannot be allocated.
         """
         self.geometry = geometry
-        self.block_size = block_size
-        self.block_bytes = geometry.bytes_per_token * block_size
-        shape = geometry.block_shape(block_size)
-        self._region = None if memory.is_host else memory.region(device_blocks * self.block_bytes)
+        self.block_size = sizes.block_size
+        self.block_bytes = geometry.bytes_per_token * sizes.block_size
+        shape = geometry.block_shape(sizes.block_size)
+        self._region = None if memory.is_host else memory.region(sizes.device * self.block_bytes)
         """region that contains the pool; None: the pool is host memory, or its address changes with a sleep"""
         if self._region is not None:
-            self._region.need(device_blocks * self.block_bytes)
-            self.data, self._map = self._region.data.zero_().view(geometry.stored).view(device_blocks, *shape), None
+            self._region.need(sizes.device * self.block_bytes)
+            self.data, self._map = self._region.data.zero_().view(geometry.stored).view(sizes.device, *shape), None
         else:
-            self.data, self._map = _allocate((device_blocks, *shape), geometry.stored, memory, on_device=True)
+            self.data, self._map = _allocate((sizes.device, *shape), geometry.stored, memory, on_device=True)
         """[blocks, *block_shape] on the device; zero at first, so that it contains no NaN"""
-        self.host, host_map = _allocate((host_blocks, *shape), geometry.stored, memory, on_device=False)
+        self.host, host_map = _allocate((sizes.host, *shape), geometry.stored, memory, on_device=False)
         """[blocks, *block_shape] in host memory, pinned for CUDA"""
-        self._take_now = take_now[0]
-        for mapped, now in ((self._map, take_now[0]), (host_map, take_now[1])):
+        self._commit_device = sizes.commit_device
+        for mapped, now in ((self._map, sizes.commit_device), (host_map, sizes.commit_host)):
             if now:
                 _populate(mapped)
         self.memory = memory
@@ -156,7 +152,7 @@ class PagedKV:
             self._region.restore()
             self._region.data.zero_()
         elif self._map is not None:
-            if self._take_now:
+            if self._commit_device:
                 _populate(self._map)
         else:
             self.data.untyped_storage().resize_(self.data.nbytes)
@@ -171,7 +167,7 @@ class PagedKV:
         Returns:
             The copies that finished since the last call; on the CPU, the copies of this call.
         """
-        claims = AllSlots() if spans is None else StepClaims(len(self.data), self.block_size, spans)
+        claims = ALL_SLOTS if spans is None else step_claims(len(self.data), self.block_size, spans)
         return self.copy_engine.run(moves, self._copy, claims)
 
 

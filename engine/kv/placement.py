@@ -1,4 +1,4 @@
-"""Placement of blocks: slots on the device and in host memory, and the copies that a step makes between them."""
+"""Slots of KV blocks on the device and in host memory, and the copies that a step makes between them."""
 
 from __future__ import annotations
 

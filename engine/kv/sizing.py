@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rollout.engine.config import EngineConfig
 from rollout.engine.memory import DeviceMemory, free_memory
 
 PINNED_BYTES = 16 << 30
 """largest default size of a pinned host pool: a driver pins a few gigabytes per second"""
+
+
+class PoolSizes(NamedTuple):
+    """Sizes of the two KV pools."""
+
+    block_size: int
+    """tokens"""
+    device: int
+    """blocks of the device pool"""
+    host: int
+    """blocks of the host pool"""
+    commit_device: bool = False
+    """commit the memory of the device pool when it is allocated, so that no step waits for page faults; otherwise pages are
+    committed at their first use"""
+    commit_host: bool = False
+    """the same, for the host pool"""
+
+
+def pool_sizes(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory) -> PoolSizes:
+    """Return the sizes for a configuration. A pool whose size the user has set is committed at once. Raises ValueError as
+    `blocks_on_device` and `blocks_in_host_memory`."""
+    device = blocks_on_device(config, bytes_per_block, memory)
+    host = blocks_in_host_memory(config, bytes_per_block, device, memory)
+    device_set, host_set = (config.kv_tokens, config.kv_gib) != (None, None), config.cpu_offload_gib is not None
+    return PoolSizes(config.block_size, device, host, device_set, host_set)
 
 
 def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory) -> int:

@@ -1,4 +1,5 @@
-"""KV blocks: reference counts, placement and reuse. Works on integers; `rollout.engine.kv.pages` holds the bytes.
+"""The KV block manager: reference counts, eviction and reuse of blocks. Works on integers; `rollout.engine.kv.pages` holds the
+bytes.
 
 A `Block` is `block_size` tokens of KV for all layers. It can have a slot on the device, in host memory, or in both:
 

@@ -1,0 +1,1 @@
+"""The scheduler: continuous batching, admission, preemption, fairness between clients, speculative decoding."""

@@ -1,8 +1,8 @@
 """Admission: which waiting sequence is next, and when there is room to start it.
 
-What preemption by recompute costs is bounded at the start: a sequence whose KV could be dropped again starts when there is room
-for all tokens that it has to compute and for a part of those that it then samples, beside the growth of the running sequences
-(docs/decisions/pressure.md).
+The cost of preemption by recompute is bounded when a sequence starts: one whose KV could be dropped starts when there is room
+for all tokens that it has to compute and for a part of those that it then samples, in addition to the growth of the running
+sequences (docs/decisions/pressure.md).
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from rollout.engine.scheduling.sequence import Sequence
 from rollout.engine.scheduling.state import SchedulerState
 
 COMPUTED_PER_SAMPLED = 8
-"""tokens of KV that could be dropped, for each token that is sampled before they are: bounds the work of recomputation"""
+"""most tokens of KV that a preemption may drop, for each token sampled before it: bounds the work of recomputation"""
 
 
 def next_sequence(state: SchedulerState) -> Sequence | None:
-    """Return the sequence that is next to start. If nothing runs, that is one with KV on the device which another would
-    evict."""
+    """Return the sequence that is next to start."""
     seq = first_waiting(state)
     return seq if seq is None or state.running or state.others_wait else first_alone(state, seq)
 
 
 def first_alone(state: SchedulerState, seq: Sequence) -> Sequence:
-    """Choose the sequence that starts where nothing runs and `seq` is next: the first in rank of those whose KV is idle on the
-    device, if `seq` could only use their room and they would have to compute again. So a turn among clients lasts until a group
-    is done, and not a single child of it."""
+    """Choose the sequence to start if nothing runs and `seq` is next in the queue. If `seq` needs slots that hold idle KV of
+    waiting sequences, and that KV cannot be offloaded, start the first in rank of those sequences instead, so that their KV is
+    not computed again. So clients take turns by groups, not by children."""
     fresh = sum(block.host is None for block in state.store.idle)
     beside = room_for(state, seq, state.config.most_tokens) <= state.store.available
     if not fresh or beside or can_offload(state, fresh, fresh * state.config.block_size):
@@ -38,8 +37,9 @@ def first_alone(state: SchedulerState, seq: Sequence) -> Sequence:
 
 
 def start(state: SchedulerState, seq: Sequence, budget: int) -> bool:
-    """Start a waiting sequence if its blocks and its next chunk, of at most `budget` tokens, fit beside what runs. Returns
-    whether it did. Where copies run ahead its blocks must be on the device before, unless nothing else runs."""
+    """Start a waiting sequence if its blocks and its next chunk, of at most `budget` tokens, fit in addition to the running
+    sequences. Returns whether it was started. If copies run ahead, its blocks must be on the device already, unless nothing
+    else runs."""
     state.tables.cut_lost(seq)
     state.tables.find_in_use(seq, state.version)
     if state.copies_ahead and state.running and absent(seq):
@@ -51,22 +51,22 @@ def start(state: SchedulerState, seq: Sequence, budget: int) -> bool:
 
 
 def fits(state: SchedulerState, seq: Sequence, running: list[Sequence], budget: int) -> bool:
-    """Return whether a waiting sequence can start beside `running`: there is `room_for` it, and `room_beside` those. If nothing
-    runs, idle blocks of other waiting sequences are evicted for it."""
+    """Return whether a waiting sequence can start while `running` continue: there are slots for it (`room_for`) and a reserve
+    for those (`reserve_for`). If nothing runs, idle blocks of other waiting sequences are evicted for it."""
     room, missing = room_for(state, seq, budget), absent(seq)
     goes_on = seq.held and not missing and not could_be_lost(state, seq)
-    if state.store.available >= room + (0 if goes_on else room_beside(state, seq, running)):
+    if state.store.available >= room + (0 if goes_on else reserve_for(state, seq, running)):
         return True
     if running:
         return False
-    # nothing runs, so nothing will be freed: one block at a time will do
+    # nothing runs, so no block will be freed: room for one block at a time is enough
     evict_idle(state, max(room, missing + 1), set(seq.blocks))
     return state.store.available >= missing + (1 if room > missing and seq.cached % state.config.block_size == 0 else 0)
 
 
 def make_room(state: SchedulerState, budget: int) -> None:
-    """Evict idle blocks for the sequence that is next, or, where some clients have priority over others or had it, for all that
-    can start in a step of `budget` tokens. At the beginning of a plan, since its restores and copies take slots."""
+    """Evict idle blocks for the next sequence; if some clients have or had priority over others, for all sequences that can
+    start in a step of `budget` tokens. Call it at the beginning of a plan, because its restores and copies need slots."""
     seq = next_sequence(state)
     slots = min(state.config.most_seqs, budget) - len(state.running)
     if seq is None or not state.store.idle or slots <= 0:
@@ -79,7 +79,7 @@ def make_room(state: SchedulerState, budget: int) -> None:
     budget -= len(state.running)
     need = starting = 0
     for seq in upcoming:
-        more = room_for(state, seq, budget) + (1 if starting else room_beside(state, seq, state.running))
+        more = room_for(state, seq, budget) + (1 if starting else reserve_for(state, seq, state.running))
         if budget <= 0 or need + more > room:
             break
         need += more
@@ -89,8 +89,8 @@ def make_room(state: SchedulerState, budget: int) -> None:
 
 
 def prefetch(state: SchedulerState, budget: int) -> None:
-    """Where copies run ahead, copy blocks of the sequences that the next step can start to the device beside this step, of at
-    most `budget` tokens, in their order."""
+    """If copies run ahead, copy blocks of the sequences that the next step can start to the device during this step, in the
+    order of the queue. budget: tokens of a step."""
     first, running = next_sequence(state), list(state.running)
     places = min(state.config.most_seqs, budget) - len(running)
     if not state.copies_ahead or first is None or not running:
@@ -108,8 +108,8 @@ def prefetch(state: SchedulerState, budget: int) -> None:
 
 # ── room ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def least_run(state: SchedulerState, seq: Sequence) -> int:
-    """Return how many tokens a waiting sequence samples, if it starts now, before it is preempted, unless nothing else frees
-    memory."""
+    """Return how many tokens a waiting sequence samples before it may be preempted, if it starts now. It is preempted earlier
+    only if nothing else frees memory."""
     least = state.config.advanced.min_run_tokens
     if not could_be_lost(state, seq):
         return least
@@ -124,17 +124,19 @@ def could_be_lost(state: SchedulerState, seq: Sequence) -> bool:
 
 
 def room_for(state: SchedulerState, seq: Sequence, budget: int) -> int:
-    """Return how many slots a waiting sequence needs, for blocks that are not on the device and for new ones: of its next token
-    or chunk if preempting it would lose nothing; else of all tokens that it has to compute and of its least run."""
+    """Return how many slots a waiting sequence needs for its blocks that are not on the device and for new blocks. The new
+    blocks are those of its next token or chunk if preempting it would lose no KV; otherwise those of all tokens that it has to
+    compute and of its least run."""
     if could_be_lost(state, seq):
         return absent(seq) + growth(state, seq, cached_after(seq, least_run(state, seq)))
     return absent(seq) + growth(state, seq, seq.cached + min(seq.uncached, budget))
 
 
-def room_beside(state: SchedulerState, seq: Sequence, running: list[Sequence]) -> int:
-    """Return how many slots stay free for `running` when `seq` starts. Where preempting `seq` would lose nothing: one for each
-    of them, so that it is not preempted again at once (together at most a thirty-second of the pool), and the rest of the least
-    run of those whose KV could be dropped. Else all that they grow by until `seq` is computed and has made its least run."""
+def reserve_for(state: SchedulerState, seq: Sequence, running: list[Sequence]) -> int:
+    """Return how many slots to keep free for `running` when `seq` starts. If preempting `seq` would lose no KV: one for each of
+    them, so that `seq` is not preempted at once (together at most a thirty-second of the pool), and the rest of the least run
+    of those whose KV could be dropped. Otherwise the slots that they need until `seq` is prefilled and has made its least
+    run."""
     least = state.config.advanced.min_run_tokens
     if not could_be_lost(state, seq):
         owed = (other for other in running if other.ran < other.least_run > least)

@@ -1,4 +1,4 @@
-"""Block table of a sequence: prefix hits, allocation, indexing of full blocks, truncation."""
+"""Maintains the block table of a sequence: prefix hits, allocation, indexing of full blocks, truncation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class BlockTables:
         self.counters = counters
 
     def find_cached(self, seq: Sequence, version: int) -> None:
-        """Take over full blocks that the prefix index has, for a running sequence. One token stays to be computed, for its
-        logits."""
+        """Add full blocks from the prefix index to a running sequence. One token is left to compute, for its logits."""
         while block := self._next_known(seq, version):
             if block.device is None and not self.store.available:
                 return
@@ -29,8 +28,8 @@ class BlockTables:
             self._found(seq)
 
     def find_in_use(self, seq: Sequence, version: int) -> None:
-        """Take over full blocks that the prefix index has, for a waiting sequence, as far as running ones use them, so that
-        they take no room. What follows them is found when it runs."""
+        """Add full blocks from the prefix index to a waiting sequence, as long as running sequences use them, so that they need
+        no room. The following blocks are looked up when it runs."""
         while block := self._next_known(seq, version):
             if not block.users:
                 return
@@ -78,23 +77,23 @@ class BlockTables:
             self.store.index.add(block)
 
     def settle(self, seq: Sequence, cached: int) -> None:
-        """Note that a running sequence has KV of so many tokens, as many as before or more: index blocks that are full, release
-        those behind."""
+        """Set the number of cached tokens of a running sequence, at least as many as before: index the blocks that became full,
+        release the blocks after them."""
         start, seq.cached = seq.cached, cached
         seq.computed = max(seq.computed, cached)
         self.fill(seq, start)
         self.truncate(seq, -(-cached // self.block_size))
 
     def drop_older(self, seq: Sequence, oldest: int) -> None:
-        """Release what was computed by weights before version `oldest`, and all that follows it. KV of the turn that the
-        sequence continues may be older."""
+        """Release the first block that weights before version `oldest` computed, and all blocks after it. KV of the turn that
+        the sequence continues may be older."""
         for i, block in enumerate(seq.blocks):
             if block.version < oldest and not self._is_own(seq, i, oldest):
                 self.truncate(seq, i)
                 return
 
     def _is_own(self, seq: Sequence, i: int, oldest: int) -> bool:
-        """True if block `i` is that of the turn which the sequence continues, with nothing older than `oldest` behind it."""
+        """Return whether block `i` has KV of the turn that the sequence continues, and no other KV older than `oldest`."""
         own, block, size = seq.state.own, seq.blocks[i], self.block_size
         if own is None:
             return False
@@ -104,14 +103,14 @@ class BlockTables:
         return before == own.of_block(i, size) != () and (cached <= known or behind[0] >= oldest)
 
     def cut_lost(self, seq: Sequence) -> None:
-        """Release the first block that was dropped while the sequence waited, and all that follows it."""
+        """Release the first block that was dropped while the sequence waited, and all blocks after it."""
         for i, block in enumerate(seq.blocks):
             if block.lost:
                 self.truncate(seq, i)
                 return
 
     def cut_unused(self, seq: Sequence) -> bool:
-        """Release all but the leading blocks that running sequences use. Returns whether there was more."""
+        """Release all but the leading blocks that running sequences use. Returns whether any block was released."""
         kept = next((i for i, block in enumerate(seq.blocks) if not block.users), None)
         if kept is not None:
             self.truncate(seq, kept)
@@ -126,7 +125,7 @@ class BlockTables:
         seq.mirrored = min(seq.mirrored, blocks)
 
     def distrust(self, seq: Sequence) -> None:
-        """Remove what this sequence alone holds from the prefix index, for good."""
+        """Remove the blocks that only this sequence owns from the prefix index."""
         for block in seq.blocks:
             if block.owners == 1:
                 self.store.index.remove(block)

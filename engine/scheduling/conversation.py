@@ -4,9 +4,9 @@
     turn 2   p p p p o o o o t t t t o o o o o       a group with the whole of it as prompt; `Group.after` names turn 1
              └── turn 1 ───┘ └ tool ┘
 
-`after` is a hint: a turn that is unknown, forgotten or another client's is ignored.
+`after` is a hint: it is ignored if the turn is unknown, was dropped from the index, or belongs to another client.
 
-A pinned child owns its blocks like a waiting sequence, the partial last one included. Of all blocks in no use, pinned ones are
+A pinned child owns its blocks like a waiting sequence, the partial last one included. Of all unused blocks, pinned ones are
 offloaded first, a whole turn at once, and dropped last: after cached prefixes, and after KV of waiting sequences for which host
 memory has no room. Dropped KV is found in the prefix index until its slots are needed.
 """
@@ -30,9 +30,9 @@ from rollout.engine.scheduling.sequence import Sequence
 from rollout.engine.types import Group
 
 MAX_TURNS = 65_536
-"""turns that are remembered: the newest"""
+"""most turns in the index, the newest ones"""
 MAX_PINNED_RATIO = 0.5
-"""of the blocks of both pools, pinned ones at most"""
+"""largest fraction of the blocks of both pools that may be pinned"""
 
 TurnId = tuple[str, int]
 """(group id, index) of a child"""
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Timers(Generic[T]):
-    """A heap of items by the time at which they expire. alive: whether an item still counts; others are forgotten."""
+    """A heap of items by the time at which they expire. alive: whether an item still counts; other items are removed."""
 
     def __init__(self, alive: Callable[[T], bool]) -> None:
         self._alive = alive
@@ -48,7 +48,7 @@ class Timers(Generic[T]):
         """(time, number, item); the number makes them comparable"""
         self._number = 0
         self._most = 64
-        """entries above which those that do not count are removed"""
+        """number of entries at which items that do not count are removed"""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -75,31 +75,31 @@ class Timers(Generic[T]):
 
 
 class FinishedTurn(NamedTuple):
-    """What is remembered of a child that finished."""
+    """A child that finished and that a turn may continue."""
 
     client: str
     since: int
     """number of the group that its conversation began with"""
     kv: KVVersions | None
-    """weight versions that computed its KV: the turn that continues it reads no other old KV"""
+    """weight versions that computed its KV: a turn that continues it may read this KV, however old"""
     tokens: bytes
     """digest of the tokens that have KV"""
 
 
 class ConversationIndex:
-    """Finished turns by child: a ring of packed records of some 110 bytes each, since hundreds finish in a second and few are
-    continued."""
+    """Finished turns by child, in a ring of packed records of about 110 bytes: hundreds of children finish per second, and few
+    are continued."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._keys = np.zeros(MAX_TURNS, np.uint64)
         self._packed: list[bytes | None] = [None] * MAX_TURNS
         self._noted = 0
-        """turns so far; the place of the next one follows from it"""
+        """turns so far, from which the place of the next one follows"""
         self._readable_from = 0
 
     def note(self, seq: Sequence) -> None:
-        """Remember a child that finishes and still holds its blocks."""
+        """Add a child that finishes and still holds its blocks."""
         state, known = seq.state, seq.num_prompt + len(seq.output)
         cached = min(seq.cached, known - 1)
         kv = KVVersions.of((block.versions for block in seq.blocks), cached, self.block_size)
@@ -122,7 +122,7 @@ class ConversationIndex:
         return turn._replace(kv=None)
 
     def _newest(self, child: TurnId) -> FinishedTurn | None:
-        """Search all places, which takes some 20 µs: an index would double the memory."""
+        """Search all records, in some 20 µs: an index would double the memory."""
         places = np.flatnonzero(self._keys == _key(child))
         ages = (self._noted - 1 - places) % MAX_TURNS
         packed = self._packed[places[ages.argmin()]] if len(places) else None
@@ -211,17 +211,17 @@ class PinnedKV:
             self.release(*key)
 
     def due(self, now: float) -> bool:
-        """Return whether the time of a child may be over."""
+        """Return whether the KV of a child may have expired."""
         return self._ends.due(now)
 
     def expire(self, now: float) -> None:
-        """Release the KV of the children whose time is over."""
+        """Release the KV that has expired."""
         for seq in self._ends.take(now):
             self.release(*_id(seq))
 
     # ── eviction ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def offload(self, need: int, but: Collection[Block]) -> None:
-        """Offload children, oldest first, until so many device slots are available or host memory is full. but: blocks that
+        """Offload children, oldest first, until `need` device slots are available or host memory is full. but: blocks that
         stay."""
         while self._on_device and self.store.available < need:
             key = next(iter(self._on_device))
@@ -231,8 +231,8 @@ class PinnedKV:
             del self._on_device[key]
 
     def evict_one(self, but: Collection[Block]) -> bool:
-        """Offload an idle block that is left on the device, or release a child that owns it. but: blocks that stay. Returns
-        whether there was one."""
+        """Offload an idle block that is on the device, or release a child that owns it. but: blocks that stay. Returns whether
+        there was such a block."""
         block = next((block for block in self.store.idle if block in self.blocks and block not in but), None)
         if block is None:
             return False
@@ -254,7 +254,7 @@ class PinnedKV:
         return seq
 
     def _bound(self) -> None:
-        """Release children of the client that pins most, its oldest first, while more are pinned than may be."""
+        """Release children while more than MAX_PINNED_RATIO is pinned: of the client that pins most, its oldest first."""
         most = MAX_PINNED_RATIO * (self.store.device.size + self.store.host.size)
         while self._children and max(len(self.blocks), len(self._children)) > most:
             greedy, _ = Counter(seq.state.client for seq in self).most_common(1)[0]

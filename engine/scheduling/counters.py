@@ -1,4 +1,4 @@
-"""Counters of the engine since it started, which steer nothing, and measured rates, which policies use."""
+"""Counters for the status report, and measured rates of copies and prefill, which the policies use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Counters:
     drafted_tokens: int = 0
     """draft tokens that were computed"""
     accepted_tokens: int = 0
-    """draft tokens that were also sampled: each saves its child a step"""
+    """draft tokens that equal the draw: each saves its child a step"""
     scored_tokens: int = 0
     """given tokens whose log-probs were computed"""
     prefill_tokens: int = 0
@@ -88,11 +88,11 @@ class Counters:
     offloaded_blocks: int = 0
     """blocks copied device → host, mirrored ones included"""
     restored_blocks: int = 0
-    """blocks copied host → device, for sequences that came back and for prefixes that were found there"""
+    """blocks copied host → device, for sequences that start again and for prefixes that were found there"""
     recompute_preemptions: int = 0
     """sequences whose KV was dropped, to be prefilled again"""
     unused_draws: int = 0
-    """samples for children that had finished by then: the price of steps that overlap"""
+    """tokens sampled for children that had already finished: the cost of overlapping steps"""
     failed_moves: int = 0
     failed_steps: int = 0
     bytes_to_host: int = 0
@@ -102,8 +102,8 @@ class Counters:
     """of steps that only decode"""
     decode_tokens: int = 0
     move_seconds: float = 0.0
-    """copies between the pools and copies of a fork; on CUDA by its own clock, copies beside the compute included, those of a
-    fork not"""
+    """copies between the pools and copies of a fork; on CUDA measured by the device, including copies that overlap with
+    compute, without those of a fork"""
     plan_seconds: float = 0.0
     build_seconds: float = 0.0
     """of building batches and attention metadata"""

@@ -1,12 +1,12 @@
-"""Credit of each client: a client that was idle gets priority over clients that keep the engine busy.
+"""Credit of each client, in seconds: a client that was idle gets priority over clients that keep the engine busy.
 
-    credit   most ┤‾‾╲            ╱‾‾‾‾        less by the seconds of each step, times the client's part of its tokens;
-                  │    ╲        ╱              REFILL s more for each second without an unfinished group
+    credit   most ┤‾‾╲            ╱‾‾‾‾        − seconds of each step × the client's fraction of its tokens
+                  │    ╲        ╱              + REFILL s for each second without an unfinished group
                 0 ┤      ╲────╱
                     works  done   idle
 
-Clients that run without a pause spend their credit once and share the engine from then on (docs/decisions/fairness.md). Idea:
-multilevel feedback queues (Corbató 1962), which serve first whoever got least.
+A client without pauses spends its credit once and shares the engine from then on (docs/decisions/fairness.md). Idea: multilevel
+feedback queues (Corbató 1962), in which jobs with the least service have the highest priority.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Collection, Mapping
 from rollout.engine.scheduling.counters import Rate
 
 LEVELS = 4
-"""levels of credit above none: a client has priority over clients on a lower level, so that they change places a few times and
-not with every step"""
+"""levels of credit above zero. A client has priority over clients on lower levels; with few levels, priority changes a few
+times and not with every step"""
 REFILL = 4.0
-"""seconds of credit for each second without work: a client that asks for less than four fifths of the time keeps its own"""
+"""seconds of credit for each second without work: a client that uses less than four fifths of the time keeps its credit"""
 RESERVE = 10
-"""times `foreground_s`: longest time for which others are held back at once"""
+"""times `foreground_s`: longest time for which clients without priority are held back"""
 EXPECTED_S = 60.0
-"""a client that had work so recently is expected back"""
+"""for so long after its last group, a client is expected to submit again"""
 SHORT_STEP_S = 0.1
-"""seconds of a step while a client is expected, which would wait for the end of that step"""
+"""longest step while a client is expected: its first group waits for the end of the step"""
 SHORT_STEP_TOKENS = 32
-"""least tokens of such a step: fewer would mostly pay for reading the weights"""
+"""least tokens of such a step: with fewer, most of its time would go into reading the weights"""
 MOST_IDLE = 4096
-"""idle clients that are remembered: the latest"""
+"""idle clients whose credit is stored, the most recent ones"""
 
 
 class ClientCredit:
-    """Credit of each client in seconds, all times of the scheduler's clock. Between a commit and the next plan it changes in
-    `arrived` and `left` only."""
+    """Credit of each client. All times are of the scheduler's clock. Between a commit and the next plan only `arrived` and
+    `left` change it."""
 
     def __init__(self, most: float) -> None:
         """most: largest credit, `EngineConfig.foreground_s`; 0 = no client ever has priority."""
@@ -48,7 +48,7 @@ class ClientCredit:
         self._idle: dict[str, float] = {}
         """when the last group of an idle client finished, ascending"""
         self._reserve = RESERVE * most
-        """seconds for which others may be held back; each second in which no client is held back adds one"""
+        """seconds for which clients may still be held back; each second in which none is adds one"""
         self._since = 0.0
         """when the oldest step in flight began"""
         self._committing = 0.0
@@ -65,7 +65,7 @@ class ClientCredit:
         self._groups[client] += 1
 
     def left(self, client: str, now: float) -> None:
-        """Count a group that finished. Forgets clients that were idle so long that they have full credit and are not
+        """Count a group that finished. Drops clients that were idle for so long that they have full credit and are not
         expected."""
         self._groups[client] -= 1
         if self._groups[client]:
@@ -78,7 +78,7 @@ class ClientCredit:
             del self._idle[other], self._credit[other]
 
     def priority(self, working: Collection[str]) -> Collection[str]:
-        """Return the clients that are computed now, of those with work: those on the highest level of credit."""
+        """Return the clients with priority among those with work: those on the highest level of credit."""
         if not self.most:
             return working
         level = {client: math.ceil(LEVELS * self._credit[client] / self.most) for client in working}
@@ -86,9 +86,8 @@ class ClientCredit:
         return {client for client in working if level[client] == highest}
 
     def computed(self, tokens: Mapping[str, int], seconds: float, held: bool) -> None:
-        """Charge clients for a step that computed so many tokens of each: its seconds in these proportions. held: other clients
-        had work and were held back. Once others were held back for long enough in all, the computed clients lose their
-        credit."""
+        """Charge clients the seconds of a step in proportion to their `tokens` in it. held: other clients had work and were
+        held back. Once the time for which clients may be held back is used up, the charged clients lose their credit."""
         total = sum(tokens.values())
         self._tokens_per_second = self._rate.add(total, seconds)
         self._reserve = min(RESERVE * self.most, self._reserve + (-seconds if held else seconds))
@@ -103,7 +102,7 @@ class ClientCredit:
         return next(iter(self._groups)) if len(self._groups) == 1 else None
 
     def step_began(self, now: float) -> None:
-        """Note that a step was planned while none was in flight. The time of the last commit counts to it."""
+        """Record that a step was planned while none was in flight. It is charged for the last commit too."""
         self._since = now - self._committing
 
     def step_ended(self, tokens: Mapping[str, int], now: float, held: bool) -> None:
@@ -112,18 +111,18 @@ class ClientCredit:
         self._since = now
 
     def committed(self, seconds: float) -> None:
-        """Note how long the commit of a step took."""
+        """Record the duration of a commit."""
         self._committing = seconds
 
     def most_tokens(self, most: int, now: float) -> int:
-        """Return the token budget of the next step: `most`, or what SHORT_STEP_S computes while a client with credit waits for
-        the end of the step or is likely to come."""
+        """Return the token budget of the next step: `most`, or fewer for a step of SHORT_STEP_S if a client with credit waits
+        for the end of the step or is expected."""
         if not self._tokens_per_second or not self._short_steps(now):
             return most
         return min(most, max(SHORT_STEP_TOKENS, int(SHORT_STEP_S * self._tokens_per_second)))
 
     def _short_steps(self, now: float) -> bool:
-        """Return whether a client was idle a while ago, or one of several clients with work has credit."""
+        """Return whether a client is expected, or one of several clients with work has credit."""
         last_left = next(reversed(self._idle.values()), None)
         if self.most and last_left is not None and now - last_left < EXPECTED_S:
             return True

@@ -1,7 +1,7 @@
 """Fairness between clients: which clients' sequences are computed, and which sequences stop for those of others.
 
 While several clients have work, the *priority clients* are those with the highest level of credit (`credit.py`), and only they
-are computed. Among these, slots are shared evenly: a client that waits with less than its share gets slots of the client with
+are computed. Among these, slots are shared evenly: a waiting client with less than its share gets slots of the client with the
 most.
 """
 
@@ -48,8 +48,8 @@ def first_waiting(state: SchedulerState) -> Sequence | None:
 
 
 def over_share(state: SchedulerState, client: str, waiting: Mapping[str, int]) -> list[Sequence]:
-    """Return the running sequences that give their slots to `client`: none if it has its share of all slots, else the last in
-    rank of the clients with most, down to their own share. waiting: sequences that wait, by client."""
+    """Return the running sequences to stop so that `client` gets its share of all slots: the last in rank of the clients with
+    the most slots, which keep their own share. waiting: sequences that wait, by client."""
     has = +state.table.of_client
     share = max(1, state.config.most_seqs // len(waiting.keys() | has.keys()))
     chosen: list[Sequence] = []
@@ -74,14 +74,14 @@ def tokens_by_client(rows: list[Row], total: int, only_client: str | None) -> Ma
 
 
 class RoundRobin:
-    """Chooses which sequences decode in a step that is too short for all: those of each client in turn, in equal parts."""
+    """Chooses which sequences decode in a step that is too short for all: equally many of each client, taking turns."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}
         """age of the last sequence that was chosen, by client"""
 
     def take(self, decoding: list[Sequence], most: int) -> list[Sequence]:
-        """Return at most so many of the sequences, which are sorted by age and stay so."""
+        """Return at most `most` of the sequences. Both lists are sorted by age."""
         if len(decoding) <= most:
             return decoding
         of_client: dict[str, list[Sequence]] = {}

@@ -1,4 +1,4 @@
-"""N-gram index over the tokens of one group, from which drafts are proposed."""
+"""N-gram index over the texts of one group: proposes drafts for speculative decoding, and measures their acceptance rates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Iterable
 import numpy as np
 
 LONGEST = 8
-"""tokens of a match that are compared"""
+"""most tokens of a match that are compared"""
 LOOKED_AT = 32
-"""places where the last two tokens stood before, or where these never did the last one; the latest first"""
+"""most earlier occurrences that are compared, the latest first"""
 
 
 class NgramIndex:
-    """The texts of one group as an index of tokens and of pairs of them: each place knows the one before it in its text, the
-    one after it, and the last earlier places of the same pair and of the same token."""
+    """Tokens of one group's texts, and where tokens and pairs of tokens occur.
+
+    A *place* is the number of a token in the index. Each has links: the place before and after it in its text, and the last
+    earlier places of the same pair of tokens and of the same token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -27,14 +29,15 @@ class NgramIndex:
         self._latest_token: dict[int, int] = {}
         self._ends: dict[int, tuple[int, int]] = {}
         """of each text: its last place, and how many of its tokens are indexed"""
-        self._right = [0.4 + 0.32 * length for length in range(LONGEST + 1)]
-        self._tried = [4.0] * (LONGEST + 1)
-        """drafted tokens by the length of the match behind which they stood: those that were right, and all. They begin as
-        SmolLM2's answers at temperature 1 have it (0.2 to 0.7), so that each group tries"""
+        self._accepted = [0.4 + 0.32 * length for length in range(LONGEST + 1)]
+        self._drafted = [4.0] * (LONGEST + 1)
+        """draft tokens by length of their match: accepted ones, and all. The initial rates, 0.2 to 0.7 for matches of 1 to 8
+        tokens, are near those of SmolLM2 at temperature 1, so that every group tries drafts"""
 
     def add(self, text: int, tokens: list[int] | np.ndarray, most: int, behind: int | None = None) -> int:
-        """Index what is new of a text, all of whose tokens are given; of one that is new itself the last `most`. behind: the
-        text that it continues. Returns its last place, -1 if it has none."""
+        """Index the new tokens of a text; of a new text the last `most`. Returns its last place, -1 for an empty text.
+
+        tokens: the whole text. behind: the text that it continues."""
         place, known = self._ends.get(text, (-1, max(0, len(tokens) - most)))
         if not known and behind is not None and text not in self._ends:
             place = self._ends[behind][0]
@@ -49,7 +52,7 @@ class NgramIndex:
             self._token_before.append(self._latest_token.get(token, -1))
             self._latest_pair[pair] = self._latest_token[token] = at
             if place >= 0:
-                self._after[place] = at  # of the prompt's last token there are as many as children: the latest
+                self._after[place] = at  # each child follows the prompt's last token: the latest one counts
             place, known = at, known + 1
         self._ends[text] = place, known
         return place
@@ -61,66 +64,67 @@ class NgramIndex:
         """Return the last place of a text, -1 if it has none."""
         return self._ends[text][0]
 
-    def forget(self) -> None:
-        """Begin anew; what was learned of drafts stays."""
+    def clear(self) -> None:
+        """Remove all texts; the acceptance rates stay."""
         for places in (self.tokens, self._before, self._after, self._pair_before, self._token_before):
             places.clear()
         for known in (self._latest_pair, self._latest_token, self._ends):
             known.clear()
 
-    def guess(self, place: int, most: int) -> tuple[tuple[int, ...], int]:
-        """Guess at most `most` tokens behind a place, and say how long the match is that they stand behind: of the longest
-        matches the continuation that most have, token by token, of equal ones the latest. Nothing is guessed behind a token
-        that never stood anywhere else."""
+    def draft(self, place: int, most: int) -> tuple[tuple[int, ...], int]:
+        """Draft at most `most` tokens that may follow a place. Returns them and the length of the match.
+
+        Token by token, the draft is the most frequent continuation of the longest matches, of equally frequent ones the latest.
+        It is empty after a token that occurs nowhere else."""
         found, longest = self._matches(place, self._pair_before)
         if not found:
             found, longest = self._matches(place, self._token_before)
-        guessed: list[int] = []
-        while found and len(guessed) < most:
+        drafted: list[int] = []
+        while found and len(drafted) < most:
             following = [after for at in found if (after := self._after[at]) >= 0]
             if not following:
                 break
             token = Counter(self.tokens[after] for after in following).most_common(1)[0][0]
-            guessed.append(token)
+            drafted.append(token)
             found = [after for after in following if self.tokens[after] == token]
-        return tuple(guessed), longest
+        return tuple(drafted), longest
 
     def _matches(self, place: int, before: list[int]) -> tuple[list[int], int]:
-        """Return the places along a chain of earlier ones that something follows and whose texts up to there match longest,
-        and how many tokens that is."""
+        """Return the earlier occurrences with the longest match and a token after them, and the length of that match. before:
+        the links to follow."""
         found: list[int] = []
         longest, at = 1, -1 if place < 0 else before[place]
         for _ in range(LOOKED_AT):
             if at < 0:
                 break
-            if self._after[at] >= 0 and (length := self._alike(place, at)) >= longest:
+            if self._after[at] >= 0 and (length := self._common(place, at)) >= longest:
                 found = [*found, at] if length == longest else [at]
                 longest = length
             at = before[at]
         return found, longest
 
-    def _alike(self, one: int, other: int) -> int:
-        """Count the tokens up to these places that are the same in both texts."""
+    def _common(self, one: int, other: int) -> int:
+        """Count the equal tokens of two texts up to these places, backwards."""
         length = 0
         while length < LONGEST and one >= 0 and other >= 0 and self.tokens[one] == self.tokens[other]:
             length += 1
             one, other = self._before[one], self._before[other]
         return length
 
-    def chances(self, length: int, count: int) -> list[float]:
-        """Return how likely the first 1, 2 … `count` tokens of a draft behind a match of `length` are all right."""
+    def acceptance(self, length: int, count: int) -> list[float]:
+        """Return the probabilities that the first 1, 2 … `count` tokens of a draft are all accepted. length: of its match."""
         chance, chances = 1.0, []
         for at in range(count):
             known = min(length + at, LONGEST)
-            chance *= self._right[known] / self._tried[known]
+            chance *= self._accepted[known] / self._drafted[known]
             chances.append(chance)
         return chances
 
-    def learn(self, length: int, right: Iterable[bool]) -> None:
-        """Note which tokens of a draft behind a match of `length` were right, up to the first that was not."""
-        for at, each in enumerate(right):
+    def learn(self, length: int, accepted: Iterable[bool]) -> None:
+        """Record which tokens of a draft were accepted, up to the first that was not. length: of its match."""
+        for at, each in enumerate(accepted):
             known = min(length + at, LONGEST)
-            self._right[known] += each
-            self._tried[known] += 1
-            if self._tried[known] > 128:
-                self._right[known], self._tried[known] = self._right[known] / 2, self._tried[known] / 2
+            self._accepted[known] += each
+            self._drafted[known] += 1
+            if self._drafted[known] > 128:
+                self._accepted[known], self._drafted[known] = self._accepted[known] / 2, self._drafted[known] / 2

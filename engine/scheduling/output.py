@@ -1,5 +1,5 @@
-"""Applies the results of a step to its sequences: tokens are pending once it is launched; once they are read they are appended,
-and children fork and finish. Also handles failed steps."""
+"""Applies the results of a step to its sequences: marks tokens as pending at the launch, appends them once they are read, forks
+and finishes children. Also handles failed steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _Draws(NamedTuple):
 
 
 def launched(state: SchedulerState, rows: list[Row]) -> None:
-    """Note that a step is in flight: from here on its KV counts as computed, since what reads it comes later on the device, and
-    the tokens that it samples are pending."""
+    """Record that a step is in flight. Its KV counts as computed from here on, because the device executes later steps after
+    it. The tokens that it samples are pending."""
     size, draw = state.config.block_size, 0
     for row in rows:
         seq, start, count, draws = row.seq, row.start, row.count, row.draws
         forked = seq.state.forked
         if row.expected:
-            count -= draws - 1  # how many of the others count is known with the draws
+            count -= draws - 1  # the draws decide how many of the expected tokens count
         if count > 1 or not draws or not forked:
             state.counters.computed(seq, start, count)
         seq.cached = cached = start + count
@@ -47,8 +47,8 @@ def launched(state: SchedulerState, rows: list[Row]) -> None:
 
 
 def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn: Learn) -> list[Sample]:
-    """Append what a step sampled to its sequences, fork groups, finish children. Rows whose child finished while the step was
-    in flight are skipped. Returns the samples of the children that finished; those of groups that end with their first
+    """Append the tokens that a step sampled to its sequences, fork groups, finish children. Rows whose child finished while the
+    step was in flight are skipped. Returns the samples of the children that finished; those of groups that end with their first
     `finish_after` children are decided over all rows."""
     samples: list[Sample] = []
     first_k: list[tuple[Sequence, FinishReason]] = []
@@ -81,7 +81,7 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
                 if reason is not None:
                     finish(child, reason)
                 elif child.pending and child.cached % size == 0:
-                    state.tables.fill(child, row.start + row.count)  # the next step computes the token that is known only now
+                    state.tables.fill(child, row.start + row.count)  # the next step computes this token
             if forks:
                 samples += [each for index in seq.state.cancelled for each in state.abort(seq.state.group.id, index)]
         draw += row.draws
@@ -149,7 +149,7 @@ def _finish_first_k(state: SchedulerState, done: list[tuple[Sequence, FinishReas
 
 # ── failed steps ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def copies_failed(state: SchedulerState, step: int) -> None:
-    """Discard a plan whose copies of KV stopped in the middle: preempt the sequences whose blocks may hold garbage, and drop
+    """Discard a plan of whose KV copies only a part was made: preempt the sequences whose blocks may hold garbage, and drop
     their KV."""
     state.counters.failed_moves += 1
     broken = state.store.move_failed()
@@ -180,7 +180,7 @@ def step_failed(state: SchedulerState, step: int, reason: str) -> list[Sample]:
 
 
 def _fail(state: SchedulerState, sequences: list[Sequence], reason: str) -> list[Sample]:
-    """Finish the groups of these sequences with an error. What their blocks hold is not reused."""
+    """Finish the groups of these sequences with an error. The contents of their blocks are not reused."""
     groups = {seq.state.number: seq.state for seq in sequences if not seq.ended}
     for seq in sequences:
         state.tables.distrust(seq)

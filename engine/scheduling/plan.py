@@ -1,5 +1,5 @@
-"""The plan of one step, a value: what the scheduler decided, in ints and arrays. `Batch.build` turns it into tensors, in this
-process or in another one (`Plan.encode`); `Scheduler.commit` knows by its number which sequences it was made for."""
+"""The plan of one step: the scheduler's decisions as a value of ints and arrays. `Batch.build` converts it to tensors, in this
+process or in another one (`Plan.encode`). `Scheduler.commit` finds the sequences of a plan by its number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SharedPrefix(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """As `Sampling` has them: 1, 0 and 0 change nothing."""
+    """Penalties of `Sampling`: 1, 0 and 0 change nothing."""
 
     repetition: float
     presence: float
@@ -46,8 +46,8 @@ class Penalties(NamedTuple):
 
 
 class LogitAdjustment(NamedTuple):
-    """How the logits of some draws, side by side and from one row, are changed before they are scaled and cut: bias is added,
-    what is not allowed is left out, then repetition, frequency and presence are penalised."""
+    """Changes of the logits of adjacent draws of one row, before temperature and truncation: the bias is added, tokens that are
+    not allowed are masked, then repetition, frequency and presence are penalised."""
 
     first: int
     """the first of the draws"""
@@ -57,12 +57,12 @@ class LogitAdjustment(NamedTuple):
     bias: np.ndarray
     """[B] float32"""
     allowed: np.ndarray
-    """[A] int32, each once; none: all tokens are"""
+    """[A] int32, each once; empty: all tokens are"""
     penalties: Penalties | None
     seen: np.ndarray
-    """[N] int32, each once: tokens of prompt and output, where repetition is penalised"""
+    """[N] int32, each once: tokens of prompt and output if repetition is penalised, else none"""
     counted: np.ndarray
-    """[K] int32, each once: tokens of the output, where anything is penalised"""
+    """[K] int32, each once: tokens of the output if anything is penalised, else none"""
     counts: np.ndarray
     """[K] int32: how often"""
 
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
     The newest token of a row may still be *pending*: sampled by the step in flight and not read yet. Its id is the result of
     draw number `pending_draws[k]` of that step, so T tokens are `token_ids`, with these K put in.
 
-    Holds nothing that lives on: every array is this plan's own."""
+    No array of a plan is shared with anything else."""
 
     step: int
     """number of the plan, counted by the scheduler"""
@@ -83,11 +83,11 @@ class Plan(NamedTuple):
     counts: np.ndarray
     """[R] int32: tokens that a row computes, at least 1"""
     samples: np.ndarray
-    """[R] int32: tokens to sample from a row: 0 in the middle of a prefill, n where a group forks, one for each of its `logits`
-    where tokens follow that were drafted or are given"""
+    """[R] int32: tokens to sample from a row: 0 within a prefill, n where a group forks, one for each of its `logits` if tokens
+    were drafted or are given"""
     logits: np.ndarray
-    """[R] int32: rows of logits of a row, after its last so many tokens, each for as many samples: 0 or 1, more where tokens
-    follow that were drafted or are given"""
+    """[R] int32: number of last tokens of a row after which logits are computed: 0 or 1, more if tokens were drafted or are
+    given"""
     token_ids: np.ndarray
     """[T] int32: the tokens to compute, row after row; 0 where a token is pending"""
     pending_tokens: np.ndarray
@@ -95,21 +95,21 @@ class Plan(NamedTuple):
     pending_draws: np.ndarray
     """[K] int64: which draw of the step in flight each of them is"""
     block_table: np.ndarray
-    """[R, M] int32: device slots of each row's blocks, 0 behind them"""
+    """[R, M] int32: device slots of each row's blocks, then 0"""
     sampling: np.ndarray
-    """[D] SAMPLING: how each token is sampled, the draws of a row side by side"""
+    """[D] SAMPLING: how each token is sampled; the draws of a row are adjacent"""
     positions: np.ndarray
     """[D] int64: tokens of output before the sampled one"""
     given: np.ndarray
-    """[D] int32: the token whose log-prob is wanted in place of a draw; -1 = draw"""
+    """[D] int32: the token to score instead of sampling one; -1 = sample"""
     forbidden: tuple[tuple[int, tuple[int, ...]], ...]
     """(draw, token ids that min_tokens forbids it), draws ascending"""
     adjustments: tuple[LogitAdjustment, ...]
     """of the draws whose logits are changed, in their order"""
     shared: tuple[SharedPrefix, ...]
-    """rows of one group stand side by side"""
+    """rows of one group are adjacent"""
     moves: BlockCopies
-    """copies of KV blocks, to be done before the rows are computed"""
+    """copies of KV blocks, made before the rows are computed"""
 
     @property
     def num_rows(self) -> int:
@@ -121,17 +121,17 @@ class Plan(NamedTuple):
 
     @property
     def spans(self) -> Spans:
-        """Positions that are computed, and where."""
+        """Positions that the rows compute, and their block table."""
         return Spans(self.block_table, self.starts, self.starts + self.counts)
 
     @property
     def draws_only(self) -> bool:
-        """A token is drawn behind each that is computed."""
+        """Whether a token is sampled after every computed token, so that the step has no prefill."""
         return self.num_tokens == int(self.logits.sum()) and not (self.given >= 0).any()
 
     @property
     def followed(self) -> bool:
-        """Tokens were drafted or are given, so that it is known only with the draws how far a row has come."""
+        """Whether tokens were drafted or are given: then only the draws decide how many tokens of a row count."""
         return bool((self.logits > 1).any() or (self.given >= 0).any())
 
     def encode(self) -> bytes:
@@ -149,7 +149,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(name) for name in ("int32", "int64", "float32")},
     "sampling": SAMPLING,
 }
-"""of the arrays of a plan, by the name that they are sent under"""
+"""dtypes of the arrays of a plan, by the name that `encode` writes"""
 
 
 def array_fields(value: Any) -> tuple[str, tuple[int, ...], bytes]:
@@ -174,7 +174,7 @@ def array_of(kind: Any, fields: Any) -> np.ndarray:
 
 
 def copies_only(step: int, moves: BlockCopies) -> Plan:
-    """A plan that computes nothing."""
+    """Make a plan that computes nothing."""
     none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
     return Plan(step, none, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, none, (), (), (), moves)
 
@@ -186,7 +186,7 @@ def plan_by_hand(
     shared: tuple[SharedPrefix, ...] = (),
     seed: int = 0,
 ) -> Plan:
-    """A plan without a scheduler, for benchmarks and checks: R rows of C tokens each, which sample one token each at
+    """Make a plan without a scheduler, for benchmarks and checks: R rows of C tokens each, which sample one token each at
     temperature 1. token_ids [R, C], starts [R], block_table [R, M] int32."""
     rows, count = token_ids.shape
     sampling = np.zeros(rows, SAMPLING)
@@ -216,9 +216,9 @@ class TopLogprobs(NamedTuple):
     """The most probable tokens of the distributions of D draws, K of each: the likeliest first, of equal ones the lower id."""
 
     ids: np.ndarray
-    """[D, K] int32; -1 behind those that are left, and behind as many as the draw asks for"""
+    """[D, K] int32; -1 in unused entries, where fewer tokens are possible or the draw wants fewer"""
     logprobs: np.ndarray
-    """[D, K] float32, -inf there"""
+    """[D, K] float32, -inf in unused entries"""
 
 
 class SampledTokens(NamedTuple):
@@ -229,18 +229,18 @@ class SampledTokens(NamedTuple):
     logprobs: np.ndarray
     """[samples] float32, of the distribution drawn from"""
     raw_logprobs: np.ndarray | None
-    """[samples] float32 at temperature 1 without truncation; None if no row asked"""
+    """[samples] float32 at temperature 1 without truncation; None if no row wants them"""
     finite: np.ndarray
     """[samples] bool: False where the logits held NaN or infinity, so that nothing was drawn"""
     top: TopLogprobs | None = None
-    """None if no row asked"""
+    """None if no row wants them"""
 
 
 class MaskedTokens(NamedTuple):
-    """What D draws leave out of their distributions."""
+    """Which tokens D draws mask."""
 
     any: np.ndarray
-    """[D] bool: it leaves something out"""
+    """[D] bool: whether a draw masks any token"""
     top_k: np.ndarray
     """[D] int64, 0 = off"""
     top_p: np.ndarray

@@ -1,10 +1,10 @@
 """Preemption when KV blocks run out: which sequences stop, and where their KV goes.
 
-    offload      blocks of a preempted sequence that no running sequence uses go to host memory; a shared prefix goes with its
-                 last child
+    offload      blocks of a preempted sequence that no running sequence uses go to host memory; a shared prefix is offloaded
+                 with its last child
     recompute    host memory is full, or prefilling again is cheaper than copying: the KV is dropped
     mirror       full blocks are copied to host memory in advance, so that preempting copies only partial blocks
-    ahead        where copies run beside the compute, room for the next step is made while this one runs
+    ahead        if copies overlap with compute, room for the next step is made during this one
 
 `rollout.engine.scheduling.admission` bounds what preemption by recompute costs. Batched offload and preemption by recompute are
 ideas of transformers' continuous batching (changes #45184, #43150, #46587)."""
@@ -19,11 +19,12 @@ from rollout.engine.scheduling.sequence import Sequence
 from rollout.engine.scheduling.state import Decision, SchedulerState
 
 
-# ── who stops ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── which sequences stop ──────────────────────────────────────────────────────────────────────────────────────────────────
 def preempt(state: SchedulerState) -> Decision:
-    """Decide which sequences are preempted so that the others have room to take a step, or two where copies run ahead: none if
-    idle blocks make enough room, else the last in rank, so many that the others can grow by `lookahead_blocks` (together by at
-    most a sixteenth of the pool). The first in rank always stays, so that a sequence makes progress."""
+    """Decide which sequences are preempted so that the others have room for a step, or for two if copies run ahead. If evicting
+    idle blocks makes enough room, none. Otherwise the last in rank, until the others can each grow by `lookahead_blocks`
+    (together by at most a sixteenth of the pool). The first in rank is never preempted, so that one sequence always
+    progresses."""
     running, available = state.running, state.store.available
     if steps_ahead(state) * len(running) <= available:
         return Decision([])  # no sequence needs more than one block a step
@@ -53,7 +54,7 @@ def steps_ahead(state: SchedulerState) -> int:
 
 
 def block_need(state: SchedulerState, seq: Sequence) -> int:
-    """Return how many blocks a running sequence needs to compute its next token, or two where copies run ahead."""
+    """Return how many blocks a running sequence needs for its next token, or for two if copies run ahead."""
     last = min(seq.cached + steps_ahead(state), seq.limit - 1)
     return growth(state, seq, max(seq.cached + 1, last))
 
@@ -73,14 +74,14 @@ def release_kv(state: SchedulerState, seq: Sequence) -> None:
 
 
 def running_need(state: SchedulerState) -> int:
-    """Return how many blocks the running sequences need to take a step, or two where copies run ahead."""
+    """Return how many blocks the running sequences need for a step, or for two if copies run ahead."""
     return sum(block_need(state, seq) for seq in state.running)
 
 
 def evict_idle(state: SchedulerState, need: int, keep: Collection[Block] = ()) -> bool:
-    """Evict blocks whose owners all wait until `need` slots are available; `keep` stay. Returns whether they are available.
-    Blocks of pinned children are offloaded first. Then blocks with the fewest owners go, since each owner would compute them
-    again, and of these the newest. Pinned children are released last."""
+    """Evict idle blocks, whose owners all wait, until `need` slots are available. Returns whether they are. keep: blocks that
+    stay. First blocks of pinned children are offloaded; then blocks with the fewest owners are evicted, since each owner would
+    compute them again, of these the newest; pinned children are released last."""
     store, pinned = state.store, state.pinned
     if store.available >= need:
         return True
@@ -99,7 +100,7 @@ def eviction_candidates(state: SchedulerState, short: int, keep: Collection[Bloc
     """Choose at most `short` idle blocks that no pinned child owns."""
     idle, pinned = state.store.idle, state.pinned.blocks
     single = (block for block in reversed(idle) if block.owners == 1 and block not in keep and block not in pinned)
-    chosen = [*islice(single, short)]  # nearly always enough: not all are sorted
+    chosen = [*islice(single, short)]  # nearly always enough, so that not all are sorted
     if chosen:
         return chosen
     others = (block for block in reversed(idle) if block not in keep and block not in pinned)
@@ -107,8 +108,8 @@ def eviction_candidates(state: SchedulerState, short: int, keep: Collection[Bloc
 
 
 def offload(state: SchedulerState, seq: Sequence) -> bool:
-    """Move the idle blocks of a stopped sequence to host memory. Returns False, having moved nothing, if they do not fit there
-    or if prefilling them again is cheaper."""
+    """Move the idle blocks of a stopped sequence to host memory. Returns False and moves nothing if they do not fit there, or
+    if prefilling them again is cheaper."""
     blocks = [block for block in seq.blocks if block.users == 0 and block.device is not None]
     if not can_offload(state, sum(block.host is None for block in blocks), seq.cached):
         return False
@@ -128,7 +129,7 @@ def can_offload(state: SchedulerState, blocks: int, tokens: int) -> bool:
 
 
 def free_ahead(state: SchedulerState) -> None:
-    """Where copies run ahead, evict cached blocks beside this step, so that the next one finds slots that no copy reads: one
+    """If copies run ahead, evict cached blocks during this step, so that the next one has free slots that no copy reads: one
     for each sequence and those of a chunk, together at most a sixteenth of the pool."""
     if state.copies_ahead:
         soon = len(state.running) + state.config.most_tokens // state.config.block_size
@@ -136,7 +137,7 @@ def free_ahead(state: SchedulerState) -> None:
 
 
 def mirror(state: SchedulerState) -> None:
-    """When the pool will run out soon, copy full blocks of the sequences that are preempted first to host memory."""
+    """If the pool will run out soon, copy full blocks of the sequences that would be preempted first to host memory."""
     config, store, running = state.config, state.store, state.running
     if not config.advanced.mirror_ahead or store.available > 2 * config.advanced.lookahead_blocks * len(running):
         return

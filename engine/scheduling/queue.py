@@ -1,4 +1,5 @@
-"""Sequences that wait, in the order in which they start, and sequences that run, with what a step needs of each in arrays."""
+"""Waiting sequences, in the order in which they start; running sequences, with their block tables and sampling options in
+arrays."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ class RunningTable:
     """One place for each sequence that runs.
 
         place        0             1             2          … places - 1
-        table    [ 7 3 9 0 … ] [ 7 3 4 0 … ] [ 0 0 0 0 … ]    device slots of its blocks, 0 behind them
-        sampling ( 17, 0, …  ) ( 17, 1, …  ) (    free   )    stays as it is while the sequence runs
+        table    [ 7 3 9 0 … ] [ 7 3 4 0 … ] [ 0 0 0 0 … ]    device slots of its blocks, then 0
+        sampling ( 17, 0, …  ) ( 17, 1, …  ) (    free   )    constant while the sequence runs
 
     A sequence keeps its place until it stops. Written by `SchedulerState` only: sequences here, blocks through `Sequence.table`
     as they are appended. Persistent batch arrays: vLLM's input batch.

@@ -13,14 +13,14 @@ from rollout.engine.scheduling.state import SchedulerState
 
 
 def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
-    """Make the rows of sequences that have one token to compute and may sample another; there is room for all. Blocks are
-    written only where one begins, where the last one is still shared after a fork, and where other weights began it."""
+    """Make the rows of sequences that have one token to compute and may sample another; there is room for all. A block table
+    changes only if the token begins a block, or if the last block is shared after a fork or was begun by other weights."""
     size, version, rows = state.config.block_size, state.version, list[Row]()
     for seq in sequences:
         cached = seq.cached
         if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
             if seq.pending and counts_tokens(seq):
-                continue  # it waits for the step that makes the token known
+                continue  # until the token is known
             if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                 state.tables.extend(seq, cached + 1, version)
             rows.append(Row(seq, cached, 1, seq.num_next_samples, ()))
@@ -29,7 +29,7 @@ def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
 
 def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, planned: set[bytes]) -> Row | None:
     """Make the row of the next tokens of a running sequence, at most `budget`, that scores at most `scores` tokens. None: it
-    waits for blocks, or for a row of this very step that computes the same prefix. planned: keys of the blocks that this step
+    waits for blocks, or for a row of this step that computes the same prefix. planned: keys of the blocks that this step
     computes."""
     size, version = state.config.block_size, state.version
     if seq.uncached > 1 or seq.given is not None:
@@ -59,7 +59,7 @@ def counts_tokens(seq: Sequence) -> bool:
 
 
 def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool) -> Plan:
-    """Build the plan of at least one row, as a value: copies of what it needs of the sequences and the running table. pending:
+    """Build the plan of at least one row. It copies what it needs of the sequences and the running table. pending:
     tokens of a step in flight may be among those to compute."""
     table, block_size = state.table, state.config.block_size
     sequences, expected = [row.seq for row in rows], [row.expected for row in rows]
@@ -102,8 +102,8 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
 
 
 def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.ndarray:
-    """Return [T] int32 tokens to compute, row after row. first_token: where each row begins. more: rows that compute other
-    tokens than the newest one alone."""
+    """Return [T] int32 tokens to compute, row after row. first_token: where each row begins. more: rows that compute more than
+    the newest token, or another one."""
     token_ids = np.empty(int(first_token[-1] + rows[-1].count), np.int32)
     token_ids[first_token] = [row.seq.last_token for row in rows]
     for i in more:

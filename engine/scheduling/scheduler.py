@@ -1,7 +1,8 @@
-"""The scheduler: which tokens of which sequences the next step computes, and where their KV lives. Policy only, in ints.
+"""The scheduler: decides which tokens of which sequences the next step computes, and where their KV is stored. Works on
+integers.
 
 `plan()` decides a step, the pipeline launches it and calls `launched()`, `commit()` records what it sampled: at once, or after
-the next step has been planned and launched (`rollout.engine.pipeline`). One call of `plan()`:
+the next step was planned and launched (`rollout.engine.pipeline`). One call of `plan()`:
 
     1. stop      sequences of clients without priority (fairness.py); the last in rank if KV blocks run out (preemption.py);
                  those of clients with more than their share of the slots
@@ -25,7 +26,7 @@ from rollout.engine.scheduling import admission, fairness, output, preemption
 from rollout.engine.scheduling.drafts import Drafts
 from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
 from rollout.engine.scheduling.rows import build_plan, decode_rows, prefill_row
-from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence, Submission
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.stopping import Stops
 from rollout.engine.types import Group, Sample, TokenChunk
@@ -35,7 +36,7 @@ MAX_SCORES = 1024
 
 
 class Scheduler:
-    """Decides the steps; the docstring of the module has the order."""
+    """Decides the steps, in the order that the module's docstring lists."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Scheduler:
         state = self.state
         pending = bool(state.in_flight)
         if pending and self.drafts.wanted(state.running):
-            return None  # what follows a draft is known with its results only
+            return None  # the tokens that follow a draft are known only with its results
         now = state.clock()
         budget = state.credit.most_tokens(state.config.most_tokens, now)
         state.store.begin()
@@ -84,9 +85,9 @@ class Scheduler:
         return build_plan(state, self._planned, rows, pending)
 
     def _stop_sequences(self) -> bool:
-        """Apply the policies that stop sequences; each decides on what the one before has left. Returns False, having stopped
-        and evicted nothing, if one of them would stop a sequence while a step is in flight: that step may finish some, and no
-        sequence stops while a token of it is pending."""
+        """Apply the policies that stop sequences; each decides about the sequences that the policy before it left running.
+        Returns False, having stopped and evicted nothing, if one of them would stop a sequence while a step is in flight: that
+        step may finish some sequences, and a sequence with a pending token must not stop."""
         state, room = self.state, 0
         state.clients = fairness.priority_clients(state)
         for policy in (fairness.apply_priority, preemption.preempt, fairness.rebalance_slots):
@@ -108,8 +109,8 @@ class Scheduler:
         return True
 
     def _decode(self, budget: int) -> list[Row]:
-        """Make the rows of one token each: of all sequences that have one to compute, but in a short step of some in turn. Half
-        of a short step is for prefill if there is any."""
+        """Make the rows of sequences with one token to compute: of all of them, in a short step of some in turn. Half of a
+        short step is for prefill if there is any."""
         state = self.state
         if budget == state.config.most_tokens:
             return decode_rows(state, state.running)
@@ -149,7 +150,7 @@ class Scheduler:
         return [row.seq for row in self.state.in_flight[plan.step]]
 
     def launched(self, plan: Plan) -> None:
-        """Note that the step is in flight."""
+        """Record that the step is in flight."""
         output.launched(self.state, self.state.in_flight[plan.step])
 
     def commit(self, plan: Plan, sampled: SampledTokens) -> list[Sample]:
@@ -175,18 +176,18 @@ class Scheduler:
         return copies_only(self._planned, state.store.moves)
 
     def fail_stuck(self) -> list[Sample]:
-        """Finish the group that is next with an error, where nothing runs and nothing can start."""
+        """Finish the next group with an error, if nothing runs and nothing can start."""
         seq, state = admission.next_sequence(self.state), self.state
         assert seq is not None
         need = -(-seq.length // state.config.block_size)
-        reason = f"{need} KV blocks are needed to go on and cannot be freed from a pool of {state.store.device.size}"
+        reason = f"{need} KV blocks are needed to continue and cannot be freed from a pool of {state.store.device.size}"
         return state.finish_all(seq.state, "error", reason)
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None = None) -> list[Sample]:
         """Queue a group. Returns the samples of the children that are complete already. Raises ValueError if the id is taken,
-        if one child could never fit into the pool or has tokens after a stop string, or if as many are complete as end the
-        group."""
+        if one child could never fit into the pool or has tokens after a stop string, or if its complete children would already
+        end it."""
         state = self.state
         if group.id in state.groups:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
@@ -196,7 +197,7 @@ class Scheduler:
                 f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
                 f"{state.config.block_size} tokens, the pool has {state.store.device.size}; lower max_tokens or raise kv_tokens"
             )
-        queued = GroupState(group, client, state.submitted, seed, state.clock(), eos, stops)
+        queued = GroupState(Submission(group, client, state.submitted, seed, state.clock()), eos, stops)
         enough = group.sampling.finish_after
         if enough is not None and len(queued.complete) >= enough:
             raise ValueError(
@@ -212,21 +213,22 @@ class Scheduler:
 
     @property
     def overdue(self) -> bool:
-        """Return whether a group may be past its deadline, or the time of pinned KV may be over."""
+        """Return whether a group may be past its deadline, or pinned KV may have expired."""
         now = self.state.clock()
         return self.state.deadlines.due(now) or self.state.pinned.due(now)
 
     def expire(self) -> list[Sample]:
-        """Finish the groups that are past their deadline, and release KV that was pinned long enough. Returns the samples of
-        these groups."""
+        """Finish the groups that are past their deadline, and release pinned KV that has expired. Returns the samples of these
+        groups."""
         state, now = self.state, self.state.clock()
         state.pinned.expire(now)
         return [sample for group in state.deadlines.take(now) for sample in state.finish_all(group, "deadline")]
 
     def refresh(self, version: int, kv: str) -> list[Sample]:
-        """Note that the weights are another version, with no step in flight. kv: "keep" the KV of live groups, "recompute" it,
-        or "abort" the groups. "recompute" drops all KV of started groups, whatever their `max_kv_lag`. A prompt without sampled
-        tokens, or of a partial child, keeps KV as old as `max_kv_lag` allows. Returns the samples that this finishes."""
+        """Record that the weights have another version, with no step in flight. kv: "keep" the KV of live groups, "recompute"
+        it, or "abort" the groups. "recompute" drops all KV of started groups, whatever their `max_kv_lag`. A prompt without
+        sampled tokens, or of a partial child, keeps KV as old as `max_kv_lag` allows. Returns the samples that this
+        finishes."""
         assert kv in ("keep", "recompute", "abort")
         state, samples = self.state, list[Sample]()
         state.version = version
@@ -248,7 +250,8 @@ class Scheduler:
         return samples
 
     def _finish_stale(self, group: GroupState) -> list[Sample]:
-        """Finish the children whose first token is too far behind the weights, also those that wait for their group to fork."""
+        """Finish the children whose first token is too many versions behind the weights, including those whose group has not
+        forked."""
         state, lag = self.state, group.group.sampling.max_version_lag
         if lag is None:
             return []

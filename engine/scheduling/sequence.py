@@ -1,8 +1,10 @@
-"""A group, and a sequence: one child of a group (or the prompt of the group before the fork), its tokens and its KV blocks."""
+"""State of groups and sequences. A sequence is one child of a group (or the group's prompt before the fork), with its tokens
+and KV blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,6 +13,19 @@ from rollout.engine.kv.block import Block
 from rollout.engine.kv.versions import KVVersions
 from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
+
+
+class Submission(NamedTuple):
+    """A group, and when and by which client it was submitted."""
+
+    group: Group
+    client: str
+    number: int
+    """counts submissions: a smaller one is older"""
+    seed: int
+    """of its draws, also where the group has none of its own"""
+    arrived: float
+    """seconds of the scheduler's clock"""
 
 
 class GroupState:
@@ -42,28 +57,22 @@ class GroupState:
         "__weakref__",
     )
 
-    def __init__(
-        self, group: Group, client: str, number: int, seed: int, arrived: float, eos: frozenset[int], stops: Stops | None = None
-    ) -> None:
-        """Raises ValueError for a partial child with tokens after a stop string."""
-        self.group = group
-        self.client = client
-        self.number = number
-        """counts submissions: a smaller one is older"""
+    def __init__(self, submission: Submission, eos: frozenset[int], stops: Stops | None = None) -> None:
+        """eos: tokens that end a child. Raises ValueError for a partial child with tokens after a stop string."""
+        self.group, self.client, self.number, self.seed, self.arrived = submission
+        group, number = self.group, self.number
         self.age = number, number
         """sorts oldest first: (number of the group that its conversation began with, its own)"""
         self.own: KVVersions | None = None
         """weight versions that computed the KV of the turn that it continues: it may reuse that KV, however old"""
-        self.seed = seed
-        self.arrived = arrived
         self.eos = frozenset[int]() if group.score else eos
         """tokens that end a child with "stop"; none where tokens are scored"""
         self.stop_ids = tuple(sorted(eos))
         """tokens that `min_tokens` forbids, ascending"""
         self.stops, self.rules = stops, LogitRules.of(group)
-        """strings that end a child with "stop", None without; changes of the logits, None without"""
+        """stops: strings that end a child with "stop"; rules: changes of the logits; None: there are none"""
         self.sequences: dict[int, Sequence] = {}
-        """the children not yet finished by index; before the fork only the one that prefills the prompt for all"""
+        """the unfinished children by index; before the fork only the one that prefills the prompt for all"""
         self._know_children(group, eos, stops)
         self.cancelled: set[int] = set()
         """children that finish as "aborted" when the group forks"""
@@ -82,10 +91,10 @@ class GroupState:
         """version of the last refresh with kv="recompute": KV of older weights is not read any more"""
 
     def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
-        """Set which children there are: complete, partial and fresh ones."""
+        """Divide the children into complete, partial and fresh ones."""
         partials = {child.index: child for child in group.partials}
         self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
-        """finish reasons of the children that were complete when the group came, by index"""
+        """finish reasons of the children that were complete when the group was submitted, by index"""
         self.resumed: dict[int, PartialSample] = {
             index: child for index, child in partials.items() if index not in self.complete
         }
@@ -171,7 +180,7 @@ class Sequence:
     )
 
     def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
-        """partial: tokens that the child has; None: those that its group says."""
+        """partial: tokens that the child has already; None: those of its group's partial child of this index, if any."""
         self.state = state
         self.index = index
         self.age = state.number, index
@@ -202,7 +211,7 @@ class Sequence:
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
-        """most tokens that were ever cached: tokens below are computed a second time"""
+        """most tokens that were ever cached; if fewer are cached now, the others are computed a second time"""
         self.started = self.running = False
         """started: it ran before"""
         self.held = False
@@ -222,14 +231,14 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """Return what sorts sequences of one client where slots or KV are scarce: the first one starts first and is preempted
-        last. By priority, then the one with the fewest tokens of output (least attained service, Kleinrock 1976), so that none
-        starts late and runs alone at the end; then by age, where a turn is as old as its conversation."""
+        """Return the key that sorts sequences of one client when slots or KV are scarce: the first one starts first and is
+        preempted last. By priority, then the one with the fewest tokens of output (least attained service, Kleinrock 1976), so
+        that none starts late and runs alone at the end; then by age, where a turn is as old as its conversation."""
         return -self.state.group.sampling.priority, len(self.output), *self.state.age, self.index
 
     @property
     def drew(self) -> bool:
-        """Return whether a token of it was sampled here."""
+        """Return whether this engine has sampled a token of it."""
         resumed = None if self.given is not None else self.state.resumed.get(self.index)
         return len(self.output) > (0 if resumed is None else len(resumed.token_ids))
 

@@ -1,4 +1,5 @@
-"""The scheduler's state, and the transitions of a sequence: start, stop, fork, finish. Sequences change state here alone.
+"""The scheduler's state, and the transitions of a sequence: start, stop, fork, finish. Only this module changes the state of a
+sequence.
 
 add ──► waiting ──start──► running ──fork──► one sequence for each child, running or waiting
            ▲                  │
@@ -132,9 +133,9 @@ class SchedulerState:
         self.waiting.put(seq)
 
     def fork(self, seq: Sequence) -> list[Sequence]:
-        """Make the children of a sequence whose prompt is cached; all share its blocks. Children that find no free place wait,
-        and so do those that have more tokens to compute. Returns the children that sample from the prompt, in the order of
-        their draws."""
+        """Make the children of a sequence whose prompt is cached; all share its blocks. Children without a free place wait, and
+        so do those that have more tokens to compute. Returns the children that sample from the prompt, in the order of their
+        draws."""
         state = seq.state
         state.forked = True
         seq.num_next_samples = 1

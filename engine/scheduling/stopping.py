@@ -1,8 +1,8 @@
-"""State of each child for stop strings and logit adjustments, in groups that use them.
+"""Stop strings and logit adjustments: their state for each child, in groups that use them.
 
-Stop strings are found in the bytes of tokens, across the borders of tokens and of characters. A tokenizer of transformers says
-in `tokenizer.json` how tokens become text. Two kinds are read, which are nearly all: byte-level BPE (each letter of a piece
-stands for a byte; Radford et al., GPT-2, 2019) and sentencepiece (▁ is a space and <0x0A> a byte). Imports no torch.
+Stop strings are found in the bytes of tokens, across the borders of tokens and of characters. `tokenizer.json` of a tokenizer
+of transformers defines how tokens become text. Two kinds are supported, nearly all that exist: byte-level BPE (each letter of a
+piece represents a byte; Radford et al., GPT-2, 2019) and sentencepiece (▁ is a space and <0x0A> a byte). Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rollout.engine.types import FinishReason, Group, PartialSample, Sampling
 
 
 class NoVocabulary(ValueError):
-    """The bytes of a model's tokens are not known; the message says why, and what would help."""
+    """The bytes of a model's tokens cannot be determined; the message has the reason and the fix."""
 
 
 class Vocabulary:
-    """The bytes of each token id; none where an id has no token."""
+    """The bytes of each token id; empty for an id without a token."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -38,7 +38,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, folder: str | Path) -> Vocabulary:
-        """Read it off the tokenizer of a model's folder. Raises NoVocabulary."""
+        """Read the vocabulary from the tokenizer in a model's folder. Raises NoVocabulary."""
         file = Path(folder) / "tokenizer.json"
         try:
             return cls.of(msgspec.json.decode(file.read_bytes()))
@@ -51,7 +51,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: dict[str, Any]) -> Vocabulary:
-        """Take it from the contents of a tokenizer.json. Raises NoVocabulary for a tokenizer of another kind."""
+        """Make the vocabulary from the contents of a tokenizer.json. Raises NoVocabulary if the tokenizer is not supported."""
         parts = [*_parts(tokenizer.get("decoder")), *_parts(tokenizer.get("pre_tokenizer"))]
         kinds = {part["type"] for part in parts}
         spaces = any(part["type"] == "Replace" and part.get("pattern") == {"String": "▁"} for part in parts)
@@ -60,7 +60,7 @@ class Vocabulary:
         elif spaces or kinds & {"Metaspace", "ByteFallback"}:
             to_bytes = _of_sentencepiece
         else:
-            raise NoVocabulary(f"a tokenizer of {sorted(kinds)}: stop strings need one that is byte-level or of sentencepiece")
+            raise NoVocabulary(f"a tokenizer of {sorted(kinds)}: stop strings need a byte-level or sentencepiece tokenizer")
         vocabulary = tokenizer["model"]["vocab"]
         if isinstance(vocabulary, list):
             vocabulary = {piece: at for at, (piece, _) in enumerate(vocabulary)}
@@ -70,7 +70,7 @@ class Vocabulary:
 
 
 def _parts(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a step of a tokenizer, and those that it is made of."""
+    """Yield a step of a tokenizer and, recursively, the steps that it consists of."""
     if part is not None:
         yield part
         for inner in [*part.get("decoders", ()), *part.get("pretokenizers", ())]:
@@ -78,7 +78,8 @@ def _parts(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _letters() -> dict[str, int]:
-    """Which byte each letter of a byte-level piece stands for: itself where it can be printed, else one from U+0100 on."""
+    """Map each letter of a byte-level piece to its byte: a printable byte is its own letter, the others have letters from
+    U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -99,13 +100,13 @@ def _of_sentencepiece(piece: str) -> bytes:
 
 
 class Stops:
-    """The stop strings of a group. A child is looked at token by token, with as many bytes of its text as a stop string may
-    have begun in.
+    """The stop strings of a group. Each token is searched together with the last bytes before it, in which a stop string may
+    have begun.
 
     Example, of the stop string "\\n\\nQ":
 
         text      … e . \\n | \\n Q : | A       | border of tokens
-        tail            ───   piece          looked at together: found, 3 + 1 bytes before the end of the token
+        tail            ───   piece          searched together: found, 3 + 1 bytes before the end of the token
     """
 
     def __init__(self, strings: tuple[str, ...], vocabulary: Vocabulary) -> None:
@@ -115,8 +116,8 @@ class Stops:
         self._keep = max(map(len, self._bytes)) - 1
 
     def find(self, tail: bytes, token: int) -> tuple[bytes, tuple[int, int] | None]:
-        """Look at the next token behind `tail`. Returns the tail behind it, and of the stop string that begins first among
-        those that it completes: (which, bytes from its first to the last of the token)."""
+        """Search for stop strings that the next token after `tail` completes. Returns the tail after it, and the one that
+        begins first as (its index, bytes from its beginning to the end of the token); None: the token completes none."""
         piece = self.vocabulary[token]
         window, known, found = tail + piece, len(tail), None
         for which, string in enumerate(self._bytes):
@@ -126,7 +127,8 @@ class Stops:
         return window[max(0, len(window) - self._keep) :], found
 
     def ending(self, tokens: Iterable[int], min_tokens: int) -> int | None:
-        """Return the first token, behind `min_tokens` others, that completes a stop string; None: none does."""
+        """Return the index of the first token that completes a stop string and has at least `min_tokens` before it; None: none
+        does."""
         tail = b""
         for at, token in enumerate(tokens):
             tail, found = self.find(tail, token)
@@ -135,14 +137,15 @@ class Stops:
         return None
 
     def completes(self, child: PartialSample, min_tokens: int) -> bool:
-        """Tell whether the last token that a child has ends it. Raises ValueError if an earlier one does."""
+        """Return whether the last token of a partial child completes a stop string. Raises ValueError if an earlier one
+        does."""
         at = self.ending(child.token_ids.tolist(), min_tokens)
         if at is not None and at < len(child.token_ids) - 1:
-            raise ValueError(f"partial sample {child.index} goes on behind its token {at}, which completes a stop string")
+            raise ValueError(f"partial sample {child.index} has tokens after token {at}, which completes a stop string")
         return at is not None
 
     def text_end(self, tokens: Iterable[int], cut: int) -> int:
-        """Count the characters of a text without its last `cut` bytes; what is no UTF-8 counts as it is replaced."""
+        """Count the characters of a text without its last `cut` bytes; invalid UTF-8 counts as its replacement characters."""
         text = self.vocabulary.text(tokens)
         return len(text[: len(text) - cut].decode("utf-8", "replace"))
 
@@ -153,23 +156,23 @@ def stops_of(group: Group, load: Callable[[], Vocabulary]) -> Stops | None:
 
 
 class LogitRules(NamedTuple):
-    """How the logits of a group's draws are changed, as far as that is the same for all of them."""
+    """Changes of the logits that are the same for all draws of a group."""
 
     bias_ids: np.ndarray
     """[B] int32"""
     bias: np.ndarray
     """[B] float32"""
     allowed: np.ndarray
-    """[A] int32; none: all tokens are"""
+    """[A] int32; empty: all tokens are"""
     penalties: Penalties | None
     prompt_ids: np.ndarray
-    """[P] int32, each once: tokens of the prompt, where repetition is penalised"""
+    """[P] int32, each once: tokens of the prompt if repetition is penalised, else none"""
     prompt: frozenset[int]
     """the same"""
 
     @classmethod
     def of(cls, group: Group) -> LogitRules | None:
-        """None: the logits stay as they are."""
+        """Return the rules of a group; None: its logits are not changed."""
         sampling, penalties = group.sampling, penalties_of(group.sampling)
         if not (sampling.logit_bias or sampling.allowed_token_ids is not None or penalties):
             return None
@@ -186,13 +189,14 @@ class LogitRules(NamedTuple):
 
 
 def penalties_of(sampling: Sampling) -> Penalties | None:
-    """None: nothing is penalised."""
+    """Return the penalties; None: nothing is penalised."""
     penalties = Penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return None if penalties == Penalties(1.0, 0.0, 0.0) else penalties
 
 
 class TokenCounts:
-    """Of one sequence. A function of its own tokens and draws, so it outlives preemption and goes on from `PartialSample`."""
+    """Token counts, stop strings and top log-probs of one sequence. They depend on its own tokens and draws only, so they
+    survive preemption and can be made from a `PartialSample`."""
 
     __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
 
@@ -208,9 +212,9 @@ class TokenCounts:
         self.new: list[int] = []
         """tokens of the output that are not in the prompt, each once"""
         self.stops, self.tail = stops, b""
-        """tail: the last bytes of the text, in which a stop string may have begun"""
+        """tail: last bytes of the text, in which a stop string may have begun"""
         self.found: tuple[int, int] | None = None
-        """of the stop string that the newest token completes: which, and bytes from its first to the last of the text"""
+        """the stop string that the newest token completes: its index, and bytes from its beginning to the end of the text"""
         if partial is None:
             return
         if partial.top_ids is not None and partial.top_logprobs is not None:
@@ -223,7 +227,7 @@ class TokenCounts:
     def of(
         cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
     ) -> TokenCounts | None:
-        """None: the group asks for nothing that must be kept."""
+        """Return the state of a sequence; None: its group needs none."""
         asks = sampling.top_logprobs or rules is not None or stops is not None
         return cls(sampling, rules, stops, partial) if asks else None
 
@@ -238,13 +242,13 @@ class TokenCounts:
                 self.new.append(token)
 
     def append_top(self, top: TopLogprobs, draw: int) -> None:
-        """Keep the most probable tokens of the newest one's draw, as many as the group asks for."""
+        """Append the most probable tokens of the newest token's draw, as many as the group wants."""
         self.top_ids += top.ids[draw, : self.k].tobytes()
         self.top_logprobs += top.logprobs[draw, : self.k].tobytes()
 
     def adjustment(self, first: int, draws: int, ahead: tuple[int, ...] = ()) -> LogitAdjustment:
-        """Tell how the logits are changed that follow the newest token and those `ahead` of it, for the draws `first` to before
-        `first + draws`."""
+        """Return the changes of the logits after the newest token and the expected tokens `ahead`, for the draws `first` to
+        before `first + draws`."""
         assert self.rules is not None
         rules, counts, new = self.rules, self.counts or {}, self.new
         if ahead and self.counts is not None:
@@ -265,14 +269,14 @@ class TokenCounts:
         )
 
     def stopped(self, reason: FinishReason, output: list[int]) -> dict[str, Any]:
-        """Make the fields of a `Sample` that tell of the stop string that ended it."""
+        """Return the fields of a `Sample` about the stop string that ended it."""
         if self.stops is None or self.found is None or reason != "stop":
             return {}
         which, cut = self.found
         return {"stopped_by": self.stops.strings[which], "text_end": self.stops.text_end(output, cut)}
 
     def columns(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
-        """Make the fields of a `Sample` or a `Chunk`, of the tokens `first` to before `last`."""
+        """Return the fields of a `Sample` or a `TokenChunk` for the tokens `first` to before `last`."""
         if not self.k:
             return {}
         mine = slice(4 * self.k * first, None if last is None else 4 * self.k * last)

@@ -1,0 +1,1 @@
+"""Weights: in-place refresh as a transaction, LoRA merge, weight offload, sleep."""

@@ -11,13 +11,13 @@ host memory, digests are taken of the copy, so later changes of the original hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
 from rollout.engine.memory import DeviceMemory
-from rollout.engine.types import TensorInfo
+from rollout.engine.types import WeightUpdate
 from rollout.engine.weights.staging import Source, StagedTensor, Staging
 from rollout.engine.weights.tensors import InvalidWeights, flat_bytes
 
@@ -35,8 +35,7 @@ class DeviceStaging(Staging):
 
     def __init__(
         self,
-        version: int,
-        manifest: Sequence[TensorInfo],
+        update: WeightUpdate,
         parts: list[StagedTensor],
         memory: DeviceMemory,
         on_close: Callable[[], None],
@@ -50,7 +49,7 @@ class DeviceStaging(Staging):
             self._finite = torch.ones((len(parts), 2), dtype=torch.bool, device=memory.device)
             """[parts, 2]: as staged, as sent"""
             self._device_scratch = torch.empty(self._scratch_bytes(parts), dtype=torch.uint8, device=memory.device)
-            super().__init__(version, manifest, parts, torch.empty(0, dtype=torch.uint8).numpy(), on_close)
+            super().__init__(update, parts, torch.empty(0, dtype=torch.uint8).numpy(), on_close)
 
     def feed(self, source: Source) -> int:
         with self._streams.stream(self._stream):

@@ -1,4 +1,4 @@
-"""The tensors of a model that a manifest may list, and their digests."""
+"""Names, shapes and digests of a model's tensors: which a manifest may list, and what bytes are live."""
 
 from __future__ import annotations
 

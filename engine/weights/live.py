@@ -1,6 +1,6 @@
-"""Weights: parameters and their version. A refresh is a transaction.
+"""The live weights: parameters and their version. A refresh is a transaction.
 
-    staging = weights.begin(manifest)    checks names, shapes, dtypes and version; writes nothing
+    staging = weights.stage(update)      checks names, shapes, dtypes and version; writes nothing
     staging.feed(source) …               see `rollout.engine.weights.staging`; generation continues
     weights.commit(staging)              between two steps: exchanges live ⇄ staged, then sets the version; or changes nothing
 
@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
-from rollout.engine.types import Adapter, Served, TensorInfo
+from rollout.engine.types import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
 from rollout.engine.weights.inventory import Digests, Inventory
@@ -127,22 +128,8 @@ class Weights:
         self._lay_out()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
-    def begin(
-        self,
-        manifest: Sequence[TensorInfo],
-        *,
-        version: int | None = None,
-        partial: bool = False,
-        adapter: Adapter | None = None,
-        on_device: bool = False,
-    ) -> Staging:
-        """Check a manifest and open the staging for it.
-
-        Args:
-            version: must be above all versions so far; None: the next one.
-            partial: tensors that are not in the manifest stay unchanged.
-            adapter: the new weights are base + adapter, and the manifest lists the adapter's tensors.
-            on_device: the payload is on the model's device; it is staged there if there is room.
+    def stage(self, update: WeightUpdate) -> Staging:
+        """Check an update and open the staging for it.
 
         Raises:
             InvalidWeights, WrongBase: the manifest does not fit.
@@ -152,21 +139,22 @@ class Weights:
             raise WeightsTorn("the weights are torn; restart the engine")
         if self._staging is not None:
             raise RuntimeError("another refresh is being staged; close it first")
-        version = next_version(self.version, self.before, version)
+        update = replace(update, version=next_version(self.version, self.before, update.version))
+        manifest, partial, adapter = update.manifest, update.partial, update.adapter
         if self.dropped and (partial or adapter is not None):
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self.inventory.targets(manifest, partial) if adapter is None else []
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
-        on_device = on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
+        on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
         if not self.dropped:
             on_device = self._buffers.open(on_device)
         merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
         parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
         if on_device:
-            self._staging = DeviceStaging(version, manifest, parts, self._memory, self._close_staging)
+            self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
         else:
-            self._staging = Staging(version, manifest, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
+            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
         return self._staging
 
     def _destination(self, name: str) -> torch.Tensor:

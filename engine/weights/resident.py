@@ -1,4 +1,4 @@
-"""Memory of the tensors on the device: released for a sleep, and restored.
+"""Memory of the weights on the device: released by a sleep, and restored.
 
     region     [ storage │ storage │ … ]     fixed addresses; the physical memory behind them is released (CUDA)
     else       each tensor is empty meanwhile and has another address afterwards

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
-from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.types import TensorInfo, WeightUpdate, manifest_digest
 from rollout.engine.weights.tensors import InvalidWeights, tensor_bytes
 
 SLICE_BYTES = 1 << 20
@@ -74,20 +74,26 @@ class TensorSlices(Protocol):
 
 
 class Staging:
-    """Receives a payload. Made by `Weights.begin`, ended by `Weights.commit` or `close`. making: computes further tensors from
-    the parts."""
+    """Receives a payload. Made by `Weights.stage`, ended by `Weights.commit` or `close`.
+
+    Args:
+        update: with its version.
+        scratch: [SLICE_BYTES] uint8, for slices that are cast or not staged.
+        on_close: called once, by `close`.
+        making: computes further tensors from the parts.
+    """
 
     def __init__(
         self,
-        version: int,
-        manifest: Sequence[TensorInfo],
+        update: WeightUpdate,
         parts: list[StagedTensor],
         scratch: np.ndarray,
         on_close: Callable[[], None],
         making: TensorSlices | None = None,
     ) -> None:
-        self.version = version
-        self.manifest_digest = manifest_digest(manifest)
+        assert update.version is not None
+        self.version = update.version
+        self.manifest_digest = manifest_digest(update.manifest)
         self.total = sum(part.nbytes for part in parts)
         """bytes of the payload"""
         self.received = 0
@@ -96,7 +102,7 @@ class Staging:
         self.digests: dict[str, str] = {}
         """digest of each staged tensor, in the model's dtype"""
         self.seconds = 0.0
-        """from `begin` to the last byte"""
+        """from `Weights.stage` to the last byte"""
         self._started = time.perf_counter()
         self.stands_for = self.total if making is None else making.stands_for
         """bytes of the model's tensors that change with this refresh"""

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from rollout.bench import (
+    conversations,
     delta,
     fidelity,
     fleet,
@@ -35,6 +36,7 @@ from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
 BENCHMARKS = {
+    "conversations": Benchmark(conversations.measure, in_process=False),
     "delta": Benchmark(delta.measure, in_process=False),
     "fidelity": Benchmark(fidelity.measure, any_kv=True),
     "fleet": Benchmark(fleet.measure, in_process=False),

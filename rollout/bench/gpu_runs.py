@@ -24,11 +24,12 @@ from rollout.bench.runner import one_run, peer_run, peer_setup
 from rollout.bench.target import EngineTarget
 from rollout.bench.workloads import Workload
 from rollout.client.api import RolloutClient
+from rollout.config import ServiceConfig
 from rollout.engine.engine import Engine
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import Copied
 from rollout.engine.types import Group, Refreshed, Sampling
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.transport.weights import Via
 
 PEER_START_S, PEER_RUN_S = 120.0, 150.0
@@ -211,7 +212,7 @@ def ipc(bench: Bench) -> Rows:
     the weights. On a CPU they use shared memory, which only shows that the part runs."""
     sizes = bench.sizes
     engine = bench.engine(kv_tokens=sizes.rows * 1024, max_num_seqs=sizes.rows)
-    service = Service(engine, "tcp://127.0.0.1:*")
+    service = open_service(engine, ServiceConfig(endpoint="tcp://127.0.0.1:*"))
     outputs: list[str] = []
     options = [service.endpoint, bench.name, bench.dtype, str(bench.device), str(sizes.refreshes), str(sizes.rows)]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.engine.types import NONE_SERVED, Limits, Sample, Sampling
-from rollout.service.journal import Journal
+from rollout.service.journal import Journal, SessionIdentity
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_samples
 from rollout.transport.frames import Frame, frame_bytes, pack
@@ -148,7 +148,7 @@ def journal_turns(count: int) -> list[float]:
     submit = pack(m.Submit("group", np.arange(256, dtype=np.int32), Sampling(n=1, max_tokens=SAMPLE_TOKENS)))
     done, seconds = sample(), []
     with tempfile.TemporaryDirectory(prefix="rollout-") as folder, closing(Journal(f"{folder}/journal", "none")) as journal:
-        journal.opened("", "session", "bench", 1)
+        journal.opened(SessionIdentity("", "session", "bench", 1))
         for number in range(count):
             started = time.perf_counter()
             journal.accepted("", "session", f"1.{number}", submit, 7, NONE_SERVED)

@@ -1,10 +1,24 @@
 """The client: submits groups, receives samples, sends weights. Imports neither torch nor an engine.
 
-api ──→ session ──→ link ──→ pending ──→ handle
-  └─→ refresh, lora    └─→ connection
+api, aio ──→ session ──→ link ──→ pending ──→ handle
+    │                     └─→ connection
+    └─→ refresh, lora
 """
 
+from rollout.client.aio import AsyncRolloutClient
 from rollout.client.api import RolloutClient
+from rollout.client.async_handle import AsyncHandle
+from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
+from rollout.client.refresh import RefreshHandle
+from rollout.client.streams import SampleStream
 
-__all__ = ["Handle", "RolloutClient"]
+__all__ = [
+    "AsyncHandle",
+    "AsyncRolloutClient",
+    "Handle",
+    "LinkTiming",
+    "RefreshHandle",
+    "RolloutClient",
+    "SampleStream",
+]

@@ -1,8 +1,8 @@
 """The client of a rollout service. Imports neither torch nor an engine.
 
 with RolloutClient("tcp://127.0.0.1:5655") as client:
-    for sample in client.generate([[1, 2, 3], [4, 5]], Sampling(n=8, max_tokens=256)):
-        print(sample.group_id, sample.index, sample.token_ids, sample.finish_reason)
+    for sample in client.generate([{"role": "user", "content": "6 x 7?"}], Sampling(n=8, max_tokens=256)):
+        print(sample.index, client.decode(sample))
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from rollout.client.lora import Adapters, AdapterSource
 from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, WeightSender, answer
 from rollout.client.session import ClientSession
 from rollout.client.streams import Generation
-from rollout.client.submission import Prompt, Samples, continued_group, group_of, rest_of, scored_group, turn_group
+from rollout.client.submission import (
+    Samples,
+    TokenIds,
+    check_scored,
+    continued_group,
+    group_of,
+    groups_of,
+    scored_group,
+    scored_groups,
+    turn_group,
+)
+from rollout.client.text import Messages, Prompt, TextCodec
 from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
@@ -55,6 +66,8 @@ class RolloutClient:
         restart_timeout_s: replaces `link_timeout_s`, if longer, with `resubmit` or if the service has a journal.
         resubmit: submit open groups again, with the same seeds, to a service that restarted without them, once its weights are
             as new as before. Otherwise they fail with ServiceRestarted, as other calls do.
+        tokenizer: for prompts of text and for `decode`: a transformers tokenizer, or where to load one from: a folder, a hub id
+            or smollm2. None = from the service's model, which must then be on this host. Loaded when it is first needed.
         timing: further intervals of the connection; the timeouts above replace its own.
         clock: seconds, as time.monotonic.
     """
@@ -73,6 +86,7 @@ class RolloutClient:
         budget: int | None = None,
         restart_timeout_s: float = 300.0,
         resubmit: bool = False,
+        tokenizer: Any = None,
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -89,6 +103,7 @@ class RolloutClient:
         )
         self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address))
         self._adapters = Adapters()
+        self._text = TextCodec(tokenizer, lambda: self.info.model)
         try:
             self._session.link.first_welcome.result(connect_timeout_s)
         except TimeoutError:
@@ -104,6 +119,10 @@ class RolloutClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """Describe the client in one line."""
+        return f"{type(self).__name__}({self._session.summary})"
 
     def close(self) -> None:
         """End the session: the service aborts its open groups, and waiting callers get ClientClosed. May be repeated."""
@@ -126,6 +145,28 @@ class RolloutClient:
         """Set it, together with the digest that this client has seen for the version."""
         self._session.require_version = version
 
+    # text
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the transformers tokenizer of the model, loaded at the first use. Raises NoTokenizer."""
+        return self._text.tokenizer
+
+    def encode(self, prompt: str | Messages, **template: Any) -> TokenIds:
+        """Return the token ids that a prompt has in every call of this client.
+
+        Args:
+            prompt: a text, with the special tokens that the model puts at the start, or messages, through the chat template.
+            template: arguments of the chat template, e.g. tools=[…] or enable_thinking=False.
+
+        Raises InvalidRequest for messages that the template refuses, NoTokenizer."""
+        return self._text.ids(prompt, **template)
+
+    def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
+        """Return the text of a sample, as the HTTP API does: without special tokens, and without the stop string that ended it
+        unless `keep_stop`. Raises NoTokenizer."""
+        return self._text.decode(sample, skip_special=skip_special, keep_stop=keep_stop)
+
     # groups
 
     def submit(
@@ -140,14 +181,17 @@ class RolloutClient:
         """Send one group; returns at once.
 
         Args:
-            prompt: [prompt_tokens] token ids, as a list of int or an integer array (copied).
+            prompt: [prompt_tokens] token ids, as a list of int or an integer array (copied). Or a text, tokenized as it stands.
+                Or messages, [{"role": "user", "content": "…"}], for the model's chat template.
             group_id: any text that no live group of this client has; None = a new one.
             indices: requested children of the n, ascending; None = all. With a seed, another service may generate the others:
                 the tokens of a child depend on its own index only.
             partials: existing tokens of children, which continue from there; see `continue_samples`.
 
-        Raises InvalidRequest or LimitExceeded for a group that cannot be sent. The handle raises what the service refuses."""
-        return self._session.submit(group_of(self._session.group_id(group_id), prompt, sampling, indices, partials))
+        Raises InvalidRequest or LimitExceeded for a group that cannot be sent; NoTokenizer for text. The handle raises what the
+        service refuses."""
+        ids = self._text.ids(prompt)
+        return self._session.submit(group_of(self._session.group_id(group_id), ids, sampling, indices, partials))
 
     def continue_samples(
         self,
@@ -171,10 +215,8 @@ class RolloutClient:
             group_id: as for `submit`.
 
         Raises InvalidRequest for samples that ended by themselves or belong to different groups; otherwise as `submit`."""
-        name = self._session.group_id(group_id)
-        if isinstance(samples, Handle):
-            return self._session.submit(rest_of(name, samples))
-        return self._session.submit(continued_group(name, samples, prompt, sampling))
+        ids = None if prompt is None else self._text.ids(prompt)
+        return self._session.submit(continued_group(self._session.group_id(group_id), samples, ids, sampling))
 
     def next_turn(
         self,
@@ -193,15 +235,17 @@ class RolloutClient:
             prompt: the prompt of the sample's group.
             sampling: of the new turn, its seed included.
             group_id: as for `submit`.
-            append: [tokens] token ids that follow the sample, e.g. the answer of a tool.
+            append: [tokens] token ids that follow the sample, e.g. the answer of a tool. Or a text, tokenized as it stands. Or
+                messages: what the chat template writes after an assistant's message, up to the beginning of the next one.
 
         Raises InvalidRequest for a prompt of another length than the sample's, and for an empty `append`; otherwise as
         `submit`."""
-        return self._session.submit(turn_group(self._session.group_id(group_id), sample, prompt, sampling, append))
+        before, more = self._text.ids(prompt), self._text.next_ids(sample, append)
+        return self._session.submit(turn_group(self._session.group_id(group_id), sample, before, sampling, more))
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         group_ids: Sequence[str] | None = None,
@@ -211,19 +255,19 @@ class RolloutClient:
         cancels them.
 
         Args:
-            prompts: one for each group.
+            prompts: one for each group, as for `submit`. One text or one conversation may be given without a list.
             sampling: for all groups, or one each.
             group_ids: one each; None = new ones.
             timeout: maximum seconds between two samples.
 
         Raises the error of the first group that fails, and cancels the others; RequestTimeout."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            generation.submit_all(prompts, sampling, group_ids)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(groups_of(self._session.group_id, self._text.all_ids(prompts), sampling, group_ids))
             yield from generation.samples(timeout)
 
     def generate_groups(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         group_ids: Sequence[str] | None = None,
@@ -231,14 +275,14 @@ class RolloutClient:
     ) -> Iterator[list[Sample]]:
         """Yield whole groups (n samples, sorted by index) in the order of the prompts. timeout: maximum seconds for one group.
         Otherwise as `generate`."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            generation.submit_all(prompts, sampling, group_ids)
+        with Generation(self._session.submit) as generation:
+            generation.submit_all(groups_of(self._session.group_id, self._text.all_ids(prompts), sampling, group_ids))
             yield from generation.groups(timeout)
 
     def score(
         self,
         prompts: Sequence[Prompt],
-        completions: Sequence[Sequence[Prompt]],
+        completions: Sequence[Sequence[TokenIds | str]],
         sampling: Sampling | None = None,
         *,
         timeout: float | None = None,
@@ -248,27 +292,33 @@ class RolloutClient:
         equal bit for bit to those returned when the tokens were sampled.
 
         Args:
-            prompts: [prompt_tokens] token ids each.
-            completions: for each prompt, token ids of one or more completions.
+            prompts: one for each group, as for `submit`.
+            completions: for each prompt, one or more completions: token ids, or a text, tokenized without special tokens.
             sampling: how the tokens were or would be sampled, and whether raw_logprobs and top_logprobs are wanted; None =
                 temperature 1 without truncation. n, max_tokens, seed and finish_after are ignored.
             timeout: maximum seconds for the completions of one prompt.
 
         Raises InvalidRequest and LimitExceeded for refused tokens, GroupFailed for a completion that was not scored to its end,
         ServiceLost, RequestTimeout."""
-        with Generation(self._session.submit, self._session.group_id) as generation:
-            return generation.scores(prompts, completions, sampling, timeout)
+        with Generation(self._session.submit) as generation:
+            texts = [self._text.completion_ids(mine) for mine in completions]
+            generation.submit_all(scored_groups(self._session.group_id, self._text.all_ids(prompts), texts, sampling))
+            groups = list(generation.groups(timeout))
+        for group in groups:
+            check_scored(group)
+        return groups
 
     def submit_score(
         self,
         prompt: Prompt,
-        completions: Sequence[Prompt],
+        completions: Sequence[TokenIds | str],
         sampling: Sampling | None = None,
         group_id: str | None = None,
     ) -> Handle:
         """Send one prompt whose completions are to be scored; returns at once. The samples end as "scored", or as "aborted" if
         they were aborted before. Otherwise as `score` and `submit`."""
-        return self._session.submit(scored_group(self._session.group_id(group_id), prompt, completions, sampling))
+        ids, texts = self._text.ids(prompt), self._text.completion_ids(completions)
+        return self._session.submit(scored_group(self._session.group_id(group_id), ids, texts, sampling))
 
     # the service, for all clients
 

@@ -6,10 +6,11 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
-from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, no_tokens
+from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, html_table, no_tokens
 from rollout.transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
 from rollout.transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from rollout.transport.frames import Frame
@@ -99,7 +100,7 @@ def _without_filler(chunk: TokenChunk, sampling: Sampling) -> TokenChunk:
 
 
 class Handle:
-    """One submitted group. Any thread may wait on it; only the client's I/O thread changes it.
+    """One submitted group. Any thread may wait on it; only the client's I/O thread changes it, as an `OpenHandle`.
 
     Example:
         handle = client.submit(prompt, Sampling(n=8))
@@ -107,29 +108,20 @@ class Handle:
         group = handle.result(timeout=600)                # all of them, sorted by index
     """
 
-    def __init__(self, group: Group, frames: list[Frame], digest: bytes) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         """as submitted"""
         self.group_id = group.id
         self.n = group.sampling.n if group.indices is None else len(group.indices)
         """number of samples"""
-        self.frames = frames
-        """the Submit message, kept for repeats"""
-        self.digest = digest
-        self.needs = Served()
-        """oldest weights of the service under which it may be sent; set after a restart of the service"""
         self.cancelled = False
         """the client has asked to abort it"""
         self.cancelled_children: set[int] = set()
         """indices of children that the client has asked to abort"""
-        self.sent_at: float | None = None
-        """time.monotonic of sending; None: unsent"""
-        self.bounds = NOTHING
-        """bounds of its samples; set when it is sent"""
-        self.was_live: Callable[[int], bool] = any_version
-        """whether a version of the weights was ever live, if the caller knows"""
-        self.on_cancel: Callable[[Handle, frozenset[int] | None], None] | None = None
+        self.on_cancel: Callable[[Any, frozenset[int] | None], None] | None = None
+        """called by `cancel`, set by the client"""
         self.on_change: OnChange | None = None
+        """set by `listen`, or by the client"""
         self._on_tokens: OnTokens | None = None
         self._outputs = PartialOutputs(group)
         self._partials = {child.index: child for child in group.partials}
@@ -140,10 +132,14 @@ class Handle:
         self._error: RolloutError | None = None
         self._ended = False
 
-    @property
-    def may_pin_kv(self) -> bool:
-        """Whether KV of finished children may be pinned."""
-        return self.group.sampling.kv_ttl_s > 0
+    def __repr__(self) -> str:
+        """Describe the group in one line."""
+        samples = f"{len(self._samples)} of {self.n} samples"
+        failed = "" if self._error is None else f", {type(self._error).__name__}: {self._error.message!r}"
+        return f"Handle({self.group_id!r} {samples}, {len(self.group.prompt)} prompt tokens{failed})"
+
+    def _repr_html_(self) -> str:
+        return html_table(sorted(self.finished, key=lambda sample: sample.index))
 
     @property
     def done(self) -> bool:
@@ -155,6 +151,11 @@ class Handle:
         """Return the maximum of tokens that the group may still need: its prompt, and max_tokens of each child whose sample has
         not arrived. The client's `budget` bounds their sum."""
         return self._in_flight
+
+    @property
+    def arrived(self) -> int:
+        """Return the number of samples that have arrived."""
+        return len(self._samples)
 
     @property
     def error(self) -> RolloutError | None:
@@ -179,7 +180,7 @@ class Handle:
         Raises the error of the group; RequestTimeout after `timeout` seconds (the group stays live)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended, timeout):
-                raise RequestTimeout(f"{len(self._samples)} of {self.n} samples after {timeout} s", self.group_id)
+                raise self.late(timeout)
             if self._error is not None:
                 raise self._error
             return sorted(self._samples, key=lambda sample: sample.index)
@@ -195,7 +196,7 @@ class Handle:
             with self._changed:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not self._changed.wait_for(lambda: self._ended or len(self._samples) > taken, left):  # noqa: B023
-                    raise RequestTimeout(f"{len(self._samples)} of {self.n} samples after {timeout} s", self.group_id)
+                    raise self.late(timeout)
                 fresh = self._samples[taken:]
                 if not fresh:
                     if self._error is not None:
@@ -203,6 +204,10 @@ class Handle:
                     return
             taken += len(fresh)
             yield from fresh
+
+    def late(self, timeout: float | None) -> RequestTimeout:
+        """Return the error for a wait of `timeout` seconds that was too short."""
+        return RequestTimeout(f"{self.arrived} of {self.n} samples after {timeout} s", self.group_id)
 
     def cancel(self, indices: Iterable[int] | None = None) -> None:
         """Abort all children, or those at `indices`. Unfinished ones return as "aborted" with their tokens so far; pinned KV of
@@ -246,7 +251,28 @@ class Handle:
         if failed:
             on_change(self, None)
 
-    # called by the I/O thread only
+
+class OpenHandle(Handle):
+    """A handle as the client's I/O thread sees it, which alone calls these methods."""
+
+    def __init__(self, group: Group, frames: list[Frame], digest: bytes) -> None:
+        super().__init__(group)
+        self.frames = frames
+        """the Submit message, kept for repeats"""
+        self.digest = digest
+        self.needs = Served()
+        """oldest weights of the service under which it may be sent; set after a restart of the service"""
+        self.sent_at: float | None = None
+        """time.monotonic of sending; None: unsent"""
+        self.bounds = NOTHING
+        """bounds of its samples; set when it is sent"""
+        self.was_live: Callable[[int], bool] = any_version
+        """whether a version of the weights was ever live, if the caller knows"""
+
+    @property
+    def may_pin_kv(self) -> bool:
+        """Whether KV of finished children may be pinned."""
+        return self.group.sampling.kv_ttl_s > 0
 
     def add_sample(self, sample: Sample) -> None:
         """Add one sample, as `add_samples` does."""
@@ -313,7 +339,7 @@ class Handle:
     def abort_unsent(self, max_n: int) -> None:
         """End a group that was never sent, as the service would: aborted samples with the tokens of their partial samples."""
         n = self.group.sampling.n
-        if not 1 <= n <= max_n:
+        if n > max_n:
             self.fail(InvalidRequest(f"n={n}: must be between 1 and {max_n} (Limits.max_n)", self.group_id))
             return
         known: dict[int, PartialSample] = {} if self.group.score else self._partials

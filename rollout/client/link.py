@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rollout.client.connection import AckQueue, ConnectionState, LinkTiming, SendQueue, check_same_service, restarted
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.client.pending import PendingRequests, child_aborts
 from rollout.engine.types import Limits, Served
 from rollout.logs import Repeats, logger
@@ -59,7 +59,8 @@ class CallQueue:
         self._lock = threading.Lock()
 
     def put(self, function: Callable[[Any], None], argument: Any, wake: bool = True) -> None:
-        """Have the I/O thread call `function(argument)`: now, or without `wake`, after the next `wake`. For any thread."""
+        """Have the I/O thread call `function(argument)`: now, or without `wake`, after the next `wake`. For any thread; the I/O
+        thread needs no `wake`, its calls run when what has arrived is handed on."""
         with self._lock:
             if self.ended is None:
                 self._waiting.put((function, argument))
@@ -142,11 +143,11 @@ class Link:
 
     # any thread
 
-    def submit(self, handle: Handle, wake: bool = True) -> None:
+    def submit(self, handle: OpenHandle, wake: bool = True) -> None:
         """Send a group; the handle gets its samples or its error. wake: send now; otherwise after `calls.wake()`."""
         self.calls.put(self._submit, handle, wake)
 
-    def cancel(self, handle: Handle, indices: frozenset[int] | None) -> None:
+    def cancel(self, handle: OpenHandle, indices: frozenset[int] | None) -> None:
         """Abort a group, or some of its children."""
         self.calls.put(self._cancel, (handle, indices))
 
@@ -190,6 +191,7 @@ class Link:
             self._receive(frames)
         self.calls.run()
         self._check_timers(self._clock())
+        self.calls.run()  # those that errors have put
         self._send_waiting()
         self._outgoing.send(self._transport.send)
 
@@ -228,7 +230,7 @@ class Link:
         number, digests = self._connection.hello_number, self._groups.digests()
         self._send(m.Hello(m.PROTOCOL, self.session, number, name, capabilities, digests, alone))
 
-    def _submit(self, handle: Handle) -> None:
+    def _submit(self, handle: OpenHandle) -> None:
         if self.calls.ended is not None:
             handle.fail(copy_of(self.calls.ended, handle.group_id))
         elif not self._groups.add(handle):
@@ -250,7 +252,7 @@ class Link:
             for abort in child_aborts([handle], limits):
                 self._send(abort)
 
-    def _cancel(self, argument: tuple[Handle, frozenset[int] | None]) -> None:
+    def _cancel(self, argument: tuple[OpenHandle, frozenset[int] | None]) -> None:
         assert self.welcome is not None, "the client's constructor waits for it"
         for abort in list(self._groups.cancel(*argument, self.welcome.limits)):
             if self._connection.ready:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rollout.client.connection import split_ids
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.engine.types import Limits, Sample, Served
 from rollout.logs import logger
 from rollout.transport.checks import NOTHING, Bounds
@@ -80,10 +80,10 @@ class OpenGroups:
         budget: maximum tokens of sent groups, as `Handle.in_flight` counts; None = unbounded."""
 
     def __init__(self, weights: WeightHistory, budget: int | None = None) -> None:
-        self.sent: dict[str, Handle] = {}
+        self.sent: dict[str, OpenHandle] = {}
         """by group id, in the order of sending"""
-        self._all: dict[str, Handle] = {}
-        self._unsent: list[tuple[int, int, Handle]] = []
+        self._all: dict[str, OpenHandle] = {}
+        self._unsent: list[tuple[int, int, OpenHandle]] = []
         """heap of (-priority, order, group)"""
         self._order = count()
         self.bounds = NOTHING
@@ -102,7 +102,7 @@ class OpenGroups:
         """Whether groups wait to be sent."""
         return bool(self._unsent)
 
-    def add(self, handle: Handle) -> bool:
+    def add(self, handle: OpenHandle) -> bool:
         """Add a group to the unsent ones. False if its id is taken."""
         if handle.group_id in self._all:
             return False
@@ -110,11 +110,11 @@ class OpenGroups:
         heappush(self._unsent, (-handle.group.sampling.priority, next(self._order), handle))
         return True
 
-    def has(self, handle: Handle) -> bool:
+    def has(self, handle: OpenHandle) -> bool:
         """Return whether the group is open."""
         return self._all.get(handle.group_id) is handle
 
-    def pop_sendable(self, limits: Limits) -> Handle | None:
+    def pop_sendable(self, limits: Limits) -> OpenHandle | None:
         """Take the next unsent group that fits the service's limits and the budget; the others wait, so a trainer may submit
         any number. A group that the service will refuse anyway does not wait."""
         while self._unsent and not self.has(self._unsent[0][-1]):  # ended while it waited
@@ -137,7 +137,7 @@ class OpenGroups:
         self._sent_tokens += handle.in_flight
         return handle
 
-    def cancel(self, handle: Handle, indices: frozenset[int] | None, limits: Limits) -> Iterator[Abort]:
+    def cancel(self, handle: OpenHandle, indices: frozenset[int] | None, limits: Limits) -> Iterator[Abort]:
         """Cancel a group, or some of its children. Yields what to send. An unsent group ends at once; of a finished one, pinned
         KV is released."""
         if not self.has(handle):
@@ -190,21 +190,21 @@ class OpenGroups:
                 except ValueError as error:
                     self._reject(handle, error)
 
-    def _reject(self, handle: Handle, error: ValueError) -> None:
+    def _reject(self, handle: OpenHandle, error: ValueError) -> None:
         """Fail a group that received an impossible value; its further samples are ignored."""
         log.error("impossible sample group=%s reason=%r", handle.group_id, str(error))
         self.remove(handle)
         self.must_resync = True
         handle.fail(NotBelieved(f"the service sent what cannot be: {error}", handle.group_id))
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, handle: OpenHandle) -> None:
         """Remove an open group."""
         del self._all[handle.group_id]
         if self.sent.pop(handle.group_id, None) is not None:
             self._sent_samples -= handle.n
             self._sent_tokens -= handle.in_flight
 
-    def clear(self) -> list[Handle]:
+    def clear(self) -> list[OpenHandle]:
         """Remove all groups. Returns them in the order of adding."""
         handles = list(self._all.values())
         self._all.clear()
@@ -247,12 +247,12 @@ class OpenGroups:
             handle.restart()
             handle.needs = max(handle.needs, self._weights.live)
 
-    def _missing(self, held: np.ndarray | None) -> list[Handle]:
+    def _missing(self, held: np.ndarray | None) -> list[OpenHandle]:
         """List the sent groups that are not among the digests in Welcome."""
         known = set() if held is None else {row.tobytes() for row in held}
         return [handle for handle in self.sent.values() if handle.digest not in known]
 
-    def take_incompatible(self, live: Served) -> list[Handle]:
+    def take_incompatible(self, live: Served) -> list[OpenHandle]:
         """Remove and return the groups that started under other weights with the version of the live ones."""
         found = [handle for handle in self._all.values() if live.differ(handle.needs)]
         for handle in found:
@@ -260,7 +260,7 @@ class OpenGroups:
         return found
 
 
-def child_aborts(handles: Iterable[Handle], limits: Limits) -> Iterator[Abort]:
+def child_aborts(handles: Iterable[OpenHandle], limits: Limits) -> Iterator[Abort]:
     """Yield the aborts of single children of these groups."""
     children = [(handle.group_id, index) for handle in handles for index in sorted(handle.cancelled_children)]
     for some in split_ids(children, limits):

@@ -56,6 +56,7 @@ class RefreshHandle:
 
     def __init__(self) -> None:
         self.future: Future[Refreshed] = Future()
+        self.future.set_running_or_notify_cancel()  # the end of a wait does not stop it
 
     @property
     def done(self) -> bool:

@@ -1,8 +1,6 @@
 """One session with a service. Nothing here waits: groups return handles, requests return futures.
 
-    RolloutClient ──→ ClientSession ──→ Link (I/O thread)
-
-A face for another kind of caller, such as an event loop, needs no more than this class: it waits in its own way.
+RolloutClient, AsyncRolloutClient ──→ ClientSession ──→ Link (I/O thread)
 """
 
 from __future__ import annotations
@@ -57,8 +55,9 @@ class ClientSession:
 
     @property
     def info(self) -> m.Welcome:
-        """Return the service's last Welcome."""
-        assert self.link.welcome is not None, "the constructor of the client waits for it"
+        """Return the service's last Welcome. Raises RuntimeError before the first one."""
+        if self.link.welcome is None:
+            raise RuntimeError("not connected yet: use it inside of `async with AsyncRolloutClient(…) as client`")
         return self.link.welcome
 
     @property
@@ -70,6 +69,12 @@ class ClientSession:
     def require_version(self, version: int) -> None:
         """Set it. Groups also require the digest that this client has seen for the version."""
         self._required = Served(version, self.link.weights.digest(version))
+
+    @property
+    def summary(self) -> str:
+        """Describe the session in a few words."""
+        closed = "" if self.link.calls.ended is None else ", closed"
+        return f"{self.address!r} {self.info.model!r} version {self.link.weights.live.version}{closed}"
 
     def group_id(self, given: str | None) -> str:
         """Return the given group id, or a new one."""

@@ -1,16 +1,15 @@
-"""Samples of several groups at once: iteration, streams, scores."""
+"""Samples of several groups at once: iteration and streams."""
 
 from __future__ import annotations
 
-import itertools
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import Self
 
 from rollout.client.handle import Handle, OnChange
-from rollout.client.submission import Prompt, group_of, scored_group
-from rollout.engine.types import Group, Sample, Sampling
-from rollout.transport.errors import GroupFailed, InvalidRequest, RequestTimeout
+from rollout.engine.types import Group, Sample
+from rollout.transport.errors import RequestTimeout
 
 
 class SampleStream:
@@ -42,52 +41,53 @@ class SampleStream:
         return handle, sample
 
 
-class Generation:
+class CallGroups:
     """Groups that belong to one call: leaving the block cancels those that are not done.
 
     Args:
         submit: sends a group.
-        group_id: makes an id for a group that has none.
+        on_change: gets the samples and failures of all of them, in the I/O thread."""
 
-    Example:
-        with Generation(submit, group_id) as generation:
-            generation.submit_all(prompts, sampling, None)
-            yield from generation.samples(timeout)
-    """
+    def __init__(self, submit: Callable[[Group, OnChange], Handle], on_change: OnChange) -> None:
+        self.handles: list[Handle] = []
+        self._submit, self._on_change = submit, on_change
 
-    def __init__(self, submit: Callable[[Group, OnChange], Handle], group_id: Callable[[str | None], str]) -> None:
-        self._submit = submit
-        self._group_id = group_id
-        self._handles: list[Handle] = []
-        self._arrived: queue.SimpleQueue[tuple[Handle, Sample | None]] = queue.SimpleQueue()
-
-    def __enter__(self) -> Generation:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             if not handle.done:
                 handle.cancel()
 
-    def submit_all(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None,
-        group_ids: Sequence[str] | None,
-    ) -> None:
-        """Send a group for each prompt. sampling: for all of them, or one each. Raises ValueError for lists of different
-        lengths, and what `submit` raises."""
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
-        ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
-        if not len(prompts) == len(samplings) == len(ids):
-            raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
-        for prompt, one, group_id in zip(prompts, samplings, ids, strict=True):
-            self._add(group_of(self._group_id(group_id), prompt, one))
+    @property
+    def n(self) -> int:
+        """Return the number of samples of all groups. A group of n < 1 counts as one: it is refused, which is one event too."""
+        return sum(max(handle.n, 1) for handle in self.handles)
+
+    def submit_all(self, groups: Iterable[Group]) -> None:
+        """Send the groups. Raises what `submit` raises."""
+        for group in groups:
+            self.handles.append(self._submit(group, self._on_change))
+
+
+class Generation(CallGroups):
+    """Groups of one call that a thread waits for.
+
+    Example:
+        with Generation(submit) as generation:
+            generation.submit_all(groups)
+            yield from generation.samples(timeout)
+    """
+
+    def __init__(self, submit: Callable[[Group, OnChange], Handle]) -> None:
+        super().__init__(submit, self._arrive)
+        self._arrived: queue.SimpleQueue[tuple[Handle, Sample | None]] = queue.SimpleQueue()
 
     def samples(self, timeout: float | None) -> Iterator[Sample]:
         """Yield samples as they arrive. Raises the error of the first group that fails; RequestTimeout when none arrives for
         `timeout` seconds."""
-        left = sum(max(handle.n, 1) for handle in self._handles)  # n < 1 is refused, which is one event as well
+        left = self.n
         while left:
             try:
                 handle, sample = self._arrived.get(timeout=timeout)
@@ -100,31 +100,9 @@ class Generation:
                 yield sample
 
     def groups(self, timeout: float | None) -> Iterator[list[Sample]]:
-        """Yield whole groups in the order of the prompts. timeout: seconds per group."""
-        for handle in self._handles:
+        """Yield whole groups in the order of submission. timeout: seconds per group."""
+        for handle in self.handles:
             yield handle.result(timeout)
-
-    def scores(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Sequence[Prompt]],
-        sampling: Sampling | None,
-        timeout: float | None,
-    ) -> list[list[Sample]]:
-        """Score the completions of each prompt, see `RolloutClient.score`."""
-        if len(prompts) != len(completions):
-            raise InvalidRequest(f"{len(prompts)} prompts, {len(completions)} lists of completions: must be as many")
-        for prompt, mine in zip(prompts, completions, strict=True):
-            self._add(scored_group(self._group_id(None), prompt, mine, sampling))
-        groups = list(self.groups(timeout))
-        for sample in itertools.chain.from_iterable(groups):
-            if sample.finish_reason != "scored":
-                why = sample.error or "it was aborted"
-                raise GroupFailed(f"completion {sample.index} ended as {sample.finish_reason!r}: {why}", sample.group_id)
-        return groups
-
-    def _add(self, group: Group) -> None:
-        self._handles.append(self._submit(group, self._arrive))
 
     def _arrive(self, handle: Handle, samples: Sequence[Sample] | None) -> None:
         for sample in [None] if samples is None else samples:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from rollout.client.handle import Handle
+from rollout.client.handle import Handle, OpenHandle
 from rollout.engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.transport.columns import pack_partials
-from rollout.transport.errors import InvalidRequest, LimitExceeded
+from rollout.transport.errors import GroupFailed, InvalidRequest, LimitExceeded
 from rollout.transport.frames import Frame, pack
 from rollout.transport.messages import Submit, digest
 
-Prompt = Sequence[int] | np.ndarray
-"""[prompt_tokens] token ids"""
+TokenIds = Sequence[int] | np.ndarray
+"""[tokens]"""
 Samples = Sample | Sequence[Sample]
-PLAIN = (int, float, bool, str, type(None))
 
 
 def group_of(
     group_id: str,
-    prompt: Prompt,
+    prompt: TokenIds,
     sampling: Sampling | None,
     indices: Iterable[int] | None = None,
     partials: Iterable[PartialSample] = (),
@@ -36,11 +34,30 @@ def group_of(
         some = None if indices is None else tuple(operator.index(index) for index in indices)
     except TypeError:
         raise InvalidRequest(f"indices={indices!r}: must be the indices of children") from None
-    return Group(group_id, token_array(prompt), plain(sampling), some, tuple(map(_plain_partial, partials)))
+    return Group(group_id, token_array(prompt), checked(sampling), some, tuple(map(_plain_partial, partials)))
 
 
-def continued_group(group_id: str, samples: Samples, prompt: Prompt | None, sampling: Sampling | None) -> Group:
-    """Make the group that continues unfinished samples of one group. Raises InvalidRequest."""
+def groups_of(
+    group_id: Callable[[str | None], str],
+    prompts: Sequence[TokenIds],
+    sampling: Sampling | Sequence[Sampling] | None,
+    group_ids: Sequence[str] | None,
+) -> Iterator[Group]:
+    """Make a group for each prompt. group_id: gives a group without id a new one. sampling: for all of them, or one each.
+    Raises ValueError for lists of different lengths, InvalidRequest."""
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
+    ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
+    if not len(prompts) == len(samplings) == len(ids):
+        raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
+    for prompt, one, given in zip(prompts, samplings, ids, strict=True):
+        yield group_of(group_id(given), prompt, one)
+
+
+def continued_group(group_id: str, samples: Samples | Handle, prompt: TokenIds | None, sampling: Sampling | None) -> Group:
+    """Make the group that continues unfinished samples of one group, or the missing children of a handle's. Raises
+    InvalidRequest."""
+    if isinstance(samples, Handle):
+        return rest_of(group_id, samples)
     if prompt is None or sampling is None:
         raise InvalidRequest("samples without their prompt or sampling: give the prompt and the sampling of their group")
     samples = [samples] if isinstance(samples, Sample) else list(samples)
@@ -54,7 +71,7 @@ def continued_group(group_id: str, samples: Samples, prompt: Prompt | None, samp
         raise InvalidRequest(f"samples of seeds {sorted(seeds)}, sampling.seed={sampling.seed}: all must be of one group")
     samples = sorted(samples, key=lambda sample: sample.index)
     partials = [PartialSample.of(sample) for sample in samples if len(sample.token_ids)]
-    seeded = msgspec.structs.replace(plain(sampling), seed=seeds.pop())
+    seeded = msgspec.structs.replace(checked(sampling), seed=seeds.pop())
     return group_of(group_id, prompt, seeded, [sample.index for sample in samples], partials)
 
 
@@ -76,14 +93,14 @@ def rest_of(group_id: str, handle: Handle) -> Group:
     return group_of(group_id, handle.group.prompt, sampling, indices, partials)
 
 
-def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], sampling: Sampling | None) -> Group:
+def scored_group(group_id: str, prompt: TokenIds, completions: Sequence[TokenIds], sampling: Sampling | None) -> Group:
     """Make the group that scores the completions of a prompt, one child each. sampling: how they were sampled; its n, numbers
     of tokens and early ends are replaced. Raises InvalidRequest."""
     tokens = [token_array(completion) for completion in completions]
     empty = [i for i, each in enumerate(tokens) if not len(each)]
     if not tokens or empty:
         raise InvalidRequest(f"completion {empty[0]} has no tokens" if tokens else "no completions to score for a prompt")
-    sampling = plain(Sampling() if sampling is None else sampling)
+    sampling = checked(Sampling() if sampling is None else sampling)
     longest = max(map(len, tokens))
     own = {"n": len(tokens), "max_tokens": longest, "min_tokens": min(sampling.min_tokens, longest), "seed": sampling.seed or 0}
     sampling = msgspec.structs.replace(sampling, finish_after=None, min_len_to_cut=0, deadline_s=None, **own)
@@ -94,6 +111,27 @@ def scored_group(group_id: str, prompt: Prompt, completions: Sequence[Prompt], s
     return Group(group_id, token_array(prompt), sampling, None, tuple(partials), score=True)
 
 
+def scored_groups(
+    group_id: Callable[[str | None], str],
+    prompts: Sequence[TokenIds],
+    completions: Sequence[Sequence[TokenIds]],
+    sampling: Sampling | None,
+) -> Iterator[Group]:
+    """Make the groups that score the completions of each prompt. Raises InvalidRequest."""
+    if len(prompts) != len(completions):
+        raise InvalidRequest(f"{len(prompts)} prompts, {len(completions)} lists of completions: must be as many")
+    for prompt, mine in zip(prompts, completions, strict=True):
+        yield scored_group(group_id(None), prompt, mine, sampling)
+
+
+def check_scored(group: Iterable[Sample]) -> None:
+    """Raises GroupFailed for a completion that was not scored to its end."""
+    for sample in group:
+        if sample.finish_reason != "scored":
+            why = sample.error or "it was aborted"
+            raise GroupFailed(f"completion {sample.index} ended as {sample.finish_reason!r}: {why}", sample.group_id)
+
+
 def seeded(group: Group) -> Group:
     """Give a group a seed if it has none, so that it can be sent again."""
     if group.sampling.seed is not None:
@@ -102,7 +140,7 @@ def seeded(group: Group) -> Group:
     return msgspec.structs.replace(group, sampling=sampling)
 
 
-def turn_group(group_id: str, sample: Sample, prompt: Prompt, sampling: Sampling | None, append: Prompt) -> Group:
+def turn_group(group_id: str, sample: Sample, prompt: TokenIds, sampling: Sampling | None, append: TokenIds) -> Group:
     """Make the group of the next turn: its prompt is `prompt`, the sample's tokens and `append`. Raises InvalidRequest."""
     if not isinstance(sample, Sample):
         raise InvalidRequest(f"sample is a {type(sample).__name__}: a turn continues one sample; give that one")
@@ -121,8 +159,9 @@ def turn_group(group_id: str, sample: Sample, prompt: Prompt, sampling: Sampling
 
 def sendable(
     group: Group, *, serial: int, require_version: int, limits: Limits, client: str = "", require_digest: str = ""
-) -> Handle:
-    """Make the handle of a group, with its frames. Checks types and sizes; the service checks values.
+) -> OpenHandle:
+    """Make the handle of a group, with its frames. Checks types and sizes; the service checks what depends on its model and
+    limits.
 
     Raises InvalidRequest, LimitExceeded."""
     try:
@@ -144,11 +183,11 @@ def submit_of(group: Group, *, serial: int, require_version: int, client: str) -
     return Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
 
 
-def handle_of(group: Group, submit: Submit, limits: Limits) -> Handle:
+def handle_of(group: Group, submit: Submit, limits: Limits) -> OpenHandle:
     """Make the handle of a group whose fields have the types of the wire. Raises LimitExceeded."""
     frames = pack(submit)
     check_sizes(submit, frames, limits)
-    return Handle(group, frames, digest(submit))
+    return OpenHandle(group, frames, digest(submit))
 
 
 def check_budget(handle: Handle, budget: int | None) -> None:
@@ -161,29 +200,11 @@ def check_budget(handle: Handle, budget: int | None) -> None:
         )
 
 
-def plain(sampling: Sampling) -> Sampling:
-    """Convert numpy's numbers and strings to Python's, also in containers. Raises InvalidRequest for another type, naming the
-    field that cannot be sent."""
+def checked(sampling: Sampling) -> Sampling:
+    """Return a `Sampling`, which has checked itself. Raises InvalidRequest for another type."""
     if not isinstance(sampling, Sampling):
         raise InvalidRequest(f"sampling is a {type(sampling).__name__}: give Sampling(n=…, max_tokens=…, …)")
-    plain = {}
-    for name, value in msgspec.structs.asdict(sampling).items():
-        if type(value) not in PLAIN:
-            plain[name] = _plain_value(value)
-            try:
-                msgspec.to_builtins(plain[name])
-            except (TypeError, ValueError) as error:
-                raise InvalidRequest(f"sampling.{name}={value!r:.60}: cannot be sent: {error}; give plain numbers") from None
-    return msgspec.structs.replace(sampling, **plain)
-
-
-def _plain_value(value: Any) -> Any:
-    """Convert a value of a Sampling to Python's types."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {_plain_value(key): _plain_value(each) for key, each in value.items()}
-    return tuple(map(_plain_value, value)) if isinstance(value, list | tuple) else value
+    return sampling
 
 
 def _plain_partial(child: PartialSample) -> PartialSample:
@@ -201,9 +222,9 @@ def _plain_partial(child: PartialSample) -> PartialSample:
 
 
 def check_types(submit: Submit) -> None:
-    """Check field types. Raises TypeError, ValueError or OverflowError for a value that the service would decode
-    differently."""
-    for value, kind in ((submit.group_id, str), (submit.require_version, int), (submit.sampling, Sampling)):
+    """Check field types; `Sampling` checks its own. Raises TypeError, ValueError or OverflowError for a value that the service
+    would decode differently."""
+    for value, kind in ((submit.group_id, str), (submit.require_version, int)):
         msgspec.convert(msgspec.to_builtins(value), kind)
 
 
@@ -219,7 +240,7 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
             raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")
 
 
-def token_array(prompt: Prompt) -> np.ndarray:
+def token_array(prompt: TokenIds) -> np.ndarray:
     """Copy token ids to [prompt_tokens] int32. Raises InvalidRequest unless they are 32-bit integers in one dimension."""
     try:
         array = np.asarray(prompt)
@@ -227,6 +248,11 @@ def token_array(prompt: Prompt) -> np.ndarray:
         raise InvalidRequest(f"prompt: {error}") from None
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
+    if array.dtype.kind in "US" or isinstance(prompt, Mapping):
+        raise InvalidRequest(
+            "prompt holds text where it must be integer token ids [prompt_tokens]: give one text or one conversation as the "
+            "prompt of a client's method, or tokenize first: ids = client.encode(text)"
+        )
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(f"prompt is {array.dtype} of shape {array.shape}: must be integer token ids [prompt_tokens]")
     low, high = int(array.min()), int(array.max())

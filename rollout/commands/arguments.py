@@ -345,7 +345,7 @@ def parse(argv: list[str]) -> Command:
     """Parse the command line: flags override the TOML file of `--config`, and the file overrides the defaults.
 
     Raises:
-        InputError: the file cannot be read or is invalid.
+        InputError: the file cannot be read or is invalid, or a flag has a value that is not accepted.
         UsageError: an unknown command, flag or word.
         SystemExit: status 2 after printing another usage error, or 0 after `--help`.
     """
@@ -357,14 +357,17 @@ def parse(argv: list[str]) -> Command:
     if argv and not argv[0].startswith("-") and argv[0] not in named:
         raise UsageError(f"unknown command {argv[0]!r}{nearest(argv[0], named)} (commands: {', '.join(named)})")
     line = tyro.extras.subcommand_type_from_defaults(named, DESCRIPTIONS)
-    args, unknown = tyro.cli(
-        line,
-        args=argv,
-        prog="rollout",
-        description=ABOUT,
-        config=(tyro.conf.AvoidSubcommands,),
-        return_unknown_args=True,
-    )
+    try:
+        args, unknown = tyro.cli(
+            line,
+            args=argv,
+            prog="rollout",
+            description=ABOUT,
+            config=(tyro.conf.AvoidSubcommands,),
+            return_unknown_args=True,
+        )
+    except ValueError as error:  # of a struct that checks itself, such as `Sampling`
+        raise InputError(str(error)) from None
     if unknown:
         raise UsageError(unknown_words(argv[0], unknown, flags_of(named[argv[0]])))
     asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)

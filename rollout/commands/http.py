@@ -23,7 +23,7 @@ def run(args: HttpArgs) -> int:
         from rollout.http.settings import Settings
         from rollout.http.upstream import model_name
     except ModuleNotFoundError as error:
-        raise InputError(f"{error.name} is not installed: pip install -e '.[http]'") from error
+        raise InputError(f"{error.name} is not installed: pip install 'rl-rollout[http]'") from error
     from rollout import models
 
     check_writable("--ready-file", args.ready_file)

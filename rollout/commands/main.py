@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from rollout.commands import arguments
+from rollout.commands import arguments, extras
 from rollout.commands.arguments import (
     BenchArgs,
     Command,
@@ -60,6 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     except (BadKeys, CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
+    except ModuleNotFoundError as error:
+        advice = extras.missing(error, words[0] if words else "")
+        if advice is None:
+            raise
+        print(f"{name}: {advice}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader closed standard output, for example `head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  otherwise Python reports another error at exit
         return 1
@@ -133,6 +139,8 @@ def bench(args: BenchArgs) -> Callable[[], int]:
     try:
         from rollout.bench import BenchFailed, BenchOptions, run
     except ModuleNotFoundError as error:
+        if error.name != "rollout.bench":
+            raise
         raise InputError("the benchmarks are not installed with the package: run them in a checkout of its sources") from error
 
     def measure() -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-STILL_S = 4.0
+STILL_S = 3.0
 """seconds without a line after which a phase is printed again; with the delay of a busy process a line comes every 5 s"""
 
 Report = Callable[[str], None]
@@ -42,7 +42,7 @@ class Phases:
     Example:
         with Phases("rollout serve") as progress:
             progress.begin("loading smollm2")      # rollout serve: loading smollm2
-            ...                                    # rollout serve: still loading smollm2, 4 s
+            ...                                    # rollout serve: still loading smollm2, 3 s
             progress.say("KV for 23,296 tokens")   # rollout serve: KV for 23,296 tokens
     """
 

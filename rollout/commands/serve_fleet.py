@@ -46,7 +46,8 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> Iterator[Service]:
     """Start replicas and the router's service, which closes the journal. Raises InputError, CannotServe if local replicas do
     not start."""
-    from rollout.fleet.fleet import Fleet
+    from rollout.fleet.fleet import Fleet, FleetOptions
+    from rollout.fleet.replica_set import Predecessor
 
     with ExitStack() as stack:
         try:
@@ -64,11 +65,8 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         fleet = Fleet(
             joins,
             launcher,
-            limits=config.limits,
-            replica_grace_s=config.fleet.replica_grace_s,
-            seed=config.engine.seed,
-            before=before,
-            returning=survivors or before.version > 0,
+            options=FleetOptions(config.limits, config.fleet.replica_grace_s, config.engine.seed),
+            predecessor=Predecessor(before, returning=survivors or before.version > 0),
         )
         stack.callback(fleet.close)
         ready = lambda line: progress.say(f"{line}, after {progress.seconds:.1f} s")  # noqa: E731
@@ -117,7 +115,7 @@ def listening_address(fleet: FleetConfig) -> str | None:
 
 def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
     """Start replicas on a Ray cluster, which join at `endpoint`. Raises CannotServe, InputError, ModelNotFound."""
-    from rollout.fleet.ray_launcher import RayLauncher
+    from rollout.fleet.ray_launcher import RayLauncher, Reservation
 
     fleet, engine = config.fleet, config.engine
     assert fleet.ray is not None
@@ -137,9 +135,9 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
 
     gpus = 1.0 if engine.device.startswith("cuda") else 0.0
     try:
-        return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, fleet.ray_cpus, gpus)
+        return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, Reservation(fleet.ray_cpus, gpus))
     except ModuleNotFoundError as error:
-        raise CannotServe(f"--ray: {error}; pip install -e '.[ray]'") from error
+        raise CannotServe(f"--ray: {error}; pip install 'rl-rollout[ray]'") from error
     except (RuntimeError, TimeoutError) as error:
         raise CannotServe(str(error) or "Ray does not start") from error
 

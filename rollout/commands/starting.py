@@ -19,8 +19,7 @@ from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.engine.types import Mode
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
-from rollout.service.engine_api import HasReplicas, live_of
-from rollout.service.watchdog import MODELS, LoopPhase, Phase
+from rollout.service.engine_api import live_of
 from rollout.transport.sockets import ServiceEnd
 
 if TYPE_CHECKING:
@@ -59,23 +58,13 @@ def start(config: Config, progress: Phases, make: Make | None = None) -> tuple[E
 
 def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker: Tracker, progress: Phases) -> Service:
     """Make the service of an engine or a fleet; it closes the journal and the tracker. Raises ValueError."""
-    from rollout.service.loop import Service
+    from rollout.service.loop import open_service
 
     progress.begin("computing the digest of the weights")
     live_of(engine)  # computes the digest of the weights now, so that no client waits for it
-    models = frozenset[Phase]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
-    return Service(
-        engine,
-        config.service.endpoint,
-        keys=config.service.keys,
-        journal=journal,
-        limits=config.limits,
-        client_grace_s=config.service.client_grace_s,
-        max_outbox_bytes=config.service.max_outbox_bytes,
-        lease_s=config.service.lease_s,
-        tracker=tracker,
-        watch=LoopPhase(config.service.stall_s, alone_s=config.service.exit_without_clients_s, models=models),
-    )
+    name = config.service.served_model_name or config.engine.model
+    served = msgspec.structs.replace(config.service, served_model_name=name)
+    return open_service(engine, served, journal=journal, tracker=tracker)
 
 
 def open_journal(config: Config) -> Journal | None:

@@ -2,5 +2,5 @@
 
     Service ── EngineLike ──> Fleet ── Link, one each ──> replica 0 … N-1, ordinary services
 
-The code runs in the thread of the router's service. The threads of the links only put events into `EventQueue`.
+The code runs in the thread of the router's service. The threads of the links only add events to `EventQueue`.
 """

@@ -1,4 +1,4 @@
-"""Passes events from the threads of the links to the thread of the router's service, as calls to make.
+"""Passes events from the threads of the links to the thread of the router's service, as calls.
 
 link threads --post(call)--> EventQueue --run, by the service's thread--> groups, replicas, weights
 """
@@ -9,7 +9,7 @@ import queue
 from collections.abc import Callable
 
 MAX_CALLS = 512
-"""calls in one iteration of the loop; clients are served between"""
+"""most calls in one iteration of the loop, so that clients are served too"""
 
 
 class EventQueue:

@@ -1,4 +1,4 @@
-"""The engine interface of a router's service: groups, weights and modes of all replicas.
+"""Fleet: the engine of a router's service. Implements the engine interface by the groups, weights and modes of its replicas.
 
 Service.submit ─→ FleetGroups ─→ Link of a replica ─→ ... ─→ EventQueue ─→ step ─→ samples         ReplicaSet: who serves
 Service.commit ─→ FleetWeights ─→ ReplicaTransaction over all ─→ ... ─→ EventQueue ─→ step
@@ -9,24 +9,22 @@ Service.commit ─→ FleetWeights ─→ ReplicaTransaction over all ─→ ...
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rollout.engine.types import (
-    NONE_SERVED,
-    Adapter,
     Group,
     KVPolicy,
     Limits,
     Mode,
     Refreshed,
     Sample,
-    Served,
     Tag,
-    TensorInfo,
     TokenChunk,
+    WeightUpdate,
 )
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
@@ -34,7 +32,7 @@ from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.launcher import LauncherLike
 from rollout.fleet.merge import counters, described, merged, totals
 from rollout.fleet.replica import Make, Replica, State
-from rollout.fleet.replica_set import LOOK_S, ReplicaFacts, ReplicaLost, ReplicaSet, StatusArrived
+from rollout.fleet.replica_set import LOOK_S, NO_PREDECESSOR, Predecessor, ReplicaFacts, ReplicaLost, ReplicaSet, StatusArrived
 from rollout.fleet.retries import sent_before
 from rollout.fleet.sleeping import SleepState
 from rollout.fleet.timing import TIMING, Timing
@@ -52,48 +50,54 @@ CONTROLS: dict[Mode, Make] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How a fleet serves clients."""
+
+    limits: Limits = Limits()
+    """of requests; no more than the replicas' own"""
+    replica_grace_s: float = 60.0
+    """seconds that a group waits while no replica serves; then it ends as "error" """
+    seed: int = 0
+    """groups without a seed get theirs from it"""
+
+
 class Fleet:
     """Engine of a service that has replicas. Called by that service's thread only.
 
     Example:
         fleet = Fleet(JoinListener(JoinEndpoint(end)))
         fleet.open(count=1, patient=True)
-        service = Service(fleet, "tcp://127.0.0.1:5655")
+        service = open_service(fleet, ServiceConfig(endpoint="tcp://127.0.0.1:5655"))
         fleet.inbox.wake = service.wake
         service.run()
 
     Args:
         joins: where replicas join.
         launcher: starts processes that join; None: all are started elsewhere.
-        limits: what clients may ask for; no more than the replicas' own.
-        replica_grace_s: a group waits so long for a replica that serves, then it ends as "error".
-        seed: from which groups without a seed get theirs.
-        before: the weights that were live when the router before was killed; version 0: there was none.
-        returning: replicas of a router that was killed may join again."""
+        options: how it serves clients.
+        predecessor: the router that was killed before this one started.
+        timing: time limits of the replicas."""
 
     def __init__(
         self,
         joins: JoinListener,
         launcher: LauncherLike | None = None,
         *,
-        limits: Limits | None = None,
-        replica_grace_s: float = 60.0,
-        seed: int = 0,
-        before: Served = NONE_SERVED,
-        returning: bool = False,
+        options: FleetOptions | None = None,
+        predecessor: Predecessor = NO_PREDECESSOR,
         timing: Timing = TIMING,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits or Limits()
+        options = options or FleetOptions()
+        self.limits = options.limits
         self.inbox = EventQueue()
-        self.replicas = ReplicaSet(joins, launcher, self.inbox, before, returning, timing, clock)
+        self.replicas = ReplicaSet(joins, launcher, self.inbox, predecessor, timing)
         self.weights = self.replicas.weights
         self._joins = joins
         self._launcher = launcher
-        self._groups = FleetGroups(self.inbox, self.replicas, seed)
-        self._grace_s = replica_grace_s
+        self._groups = FleetGroups(self.inbox, self.replicas, options.seed)
+        self._grace_s = options.replica_grace_s
         self._timing = timing
-        self._clock = clock
         self._mode = Mode.RUNNING
         """RUNNING, DRAINING or PAUSED: the last request"""
         self._asleep = SleepState()
@@ -112,7 +116,7 @@ class Fleet:
         """Wait until replicas serve: `count` of them, None = all; or are linked, if the live weights were lost. report: takes a
         line for each. Raises ServiceLost with the reason if a replica ends, unless `patient`, or at the time-out."""
         told = set[str]()
-        deadline = self._clock() + timeout
+        deadline = time.monotonic() + timeout
         while True:
             self.step()
             up = self.replicas.linked() if self.weights.lost else self.replicas.serving()
@@ -122,7 +126,7 @@ class Fleet:
                 report(f"replica {one.name} ready, {len(told)} of {wanted}")
             if len(up) >= wanted:
                 return
-            if (self.replicas.deaths and not patient) or self._clock() > deadline:
+            if (self.replicas.deaths and not patient) or time.monotonic() > deadline:
                 dead = [f"replica {one.name}: {one.why}" for one in self.replicas.by_name.values() if one.state is State.DEAD]
                 why = "; ".join(dead) or f"{len(up)} of {wanted} replicas serve"
                 raise ServiceLost(f"the fleet does not start: {why}")
@@ -172,20 +176,20 @@ class Fleet:
     @property
     def has_work(self) -> bool:
         """Whether replicas have sent something, or a poll is due."""
-        return bool(self.inbox) or self._groups.has_work or self._clock() >= self._poll_at
+        return bool(self.inbox) or self._groups.has_work or time.monotonic() >= self._poll_at
 
     def submit(self, group: Group, client: str = "") -> None:
         """Add a group that the service has validated. If replicas refuse it, its samples end as "error". Raises ValueError for
         an id that is live."""
         if group.id in self._groups.open:
             raise ValueError(f"group id {group.id} is live")
-        self._groups.submit(group, client, self._clock())
+        self._groups.submit(group, client, time.monotonic())
 
     def step(self) -> list[Sample]:
-        """Process what replicas have sent. Returns the samples that ended."""
+        """Process the messages of replicas. Returns the samples that ended."""
         arrived = bool(self.inbox)
         self.inbox.run()
-        now = self._clock()
+        now = time.monotonic()
         failures, self._groups.failures = self._groups.failures, []
         for failure in failures:
             self.replicas.failed(*failure)
@@ -205,7 +209,7 @@ class Fleet:
         while self._groups.unsent:
             self._groups.unsent.pop().calls.wake()
         if arrived and self.weights.staging:
-            self.inbox.wake()  # the refresh may have waited for what has arrived
+            self.inbox.wake()  # the refresh may wait for an answer that has arrived
         ended, self._groups.ended = self._groups.ended, []
         return ended
 
@@ -234,25 +238,18 @@ class Fleet:
 
     # weights
 
-    def stage(
-        self,
-        manifest: Sequence[TensorInfo],
-        *,
-        version: int | None = None,
-        partial: bool = False,
-        adapter: Adapter | None = None,
-    ) -> FleetStaging:
+    def stage(self, update: WeightUpdate) -> FleetStaging:
         """Begin a refresh of all replicas. Raises WeightsRefused, Busy, SourceUnreachable, ValueError while they are asleep."""
         if "weights" in self._asleep.parts:
             raise ValueError("the replicas are asleep: wake them, then refresh")
-        return self.weights.stage(manifest, version, partial, adapter)
+        return self.weights.stage(update)
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
         """Apply what all replicas have prepared. None: not all have confirmed it yet."""
         if kv == "abort" and not staging.transaction.committing:
             self._groups.aborts += 1
         refreshed = self.weights.commit(staging, kv, via)
-        self.replicas.update(self._clock())
+        self.replicas.update(time.monotonic())
         return refreshed
 
     # modes

@@ -1,4 +1,4 @@
-"""The groups of the router: which children run on which replica. Each child is returned once.
+"""Assigns the router's groups to replicas, children of lost replicas to others, and returns each child once.
 
     submit -> place -> PlacedChildren -> sample -> ended          replica lost -> its children unplaced -> place again
 
@@ -20,7 +20,7 @@ from rollout.client.submission import handle_of, submit_of
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.fleet import retries, routing
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.placement import OpenGroup, PlacedChildren, new_tokens, seeded
+from rollout.fleet.open_groups import OpenGroup, PlacedChildren, new_tokens, seeded
 from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
 from rollout.fleet.retries import candidates, concerns_group, count_failure, exhausted, runs_again
@@ -52,7 +52,7 @@ class FleetGroups:
     def __init__(self, inbox: EventQueue, replicas: ReplicaSet, seed: int = 0) -> None:
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
-        """groups with children that no replica has"""
+        """groups with unplaced children"""
         self.at: defaultdict[Replica, set[PlacedChildren]] = defaultdict(set)
         """what runs on each replica"""
         self.ended: list[Sample] = []
@@ -86,7 +86,7 @@ class FleetGroups:
         self.place(one, now)
 
     def place(self, one: OpenGroup, now: float) -> None:
-        """Send the children that no replica has. They wait if no replica serves."""
+        """Send the unplaced children. They wait if no replica serves."""
         if one.cut:
             self._end(one, sorted(one.unplaced - one.cancelled), "cut")
         self._end(one, sorted(one.unplaced & one.cancelled), "aborted")
@@ -128,8 +128,8 @@ class FleetGroups:
         self.unsent.add(replica.link)
 
     def abort(self, group_id: str, index: int | None) -> list[Sample]:
-        """Abort the children of a group, or one of them. Returns those that no replica has; the others arrive from their
-        replicas, with the tokens they have."""
+        """Abort the children of a group, or one of them. Returns the unplaced ones; the others arrive from their replicas, with
+        their tokens so far."""
         one = self.open.get(group_id)
         if one is None:
             self._locations.release(group_id, index)
@@ -214,7 +214,7 @@ class FleetGroups:
             part.replica.returned_unasked()
 
     def _part_failed(self, part: PlacedChildren) -> None:
-        """Handle children that a replica has refused, has lost, or sent invalid data of."""
+        """Handle children that a replica has refused or lost, or of which it sent invalid data."""
         one, error = part.open, part.handle.error
         orphans = one.orphans(part)
         for index in sorted(part.left):
@@ -228,7 +228,7 @@ class FleetGroups:
             self._refused(part, orphans, error)
 
     def _lost(self, part: PlacedChildren, orphans: set[int]) -> None:
-        """Take the children of a part whose replica is lost back."""
+        """Make the children of a part whose replica is lost unplaced again."""
         one = part.open
         one.take_back(part, orphans)
         one.moves += 1
@@ -239,7 +239,7 @@ class FleetGroups:
             self.waiting[one.group.id] = one
 
     def _refused(self, part: PlacedChildren, orphans: set[int], error: RolloutError) -> None:
-        """Take children back that a replica has refused."""
+        """Make the children that a replica has refused unplaced again."""
         one = part.open
         one.take_back(part, orphans)
         count_failure(part, orphans)

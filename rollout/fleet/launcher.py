@@ -1,4 +1,4 @@
-"""Starts replicas as processes of this host, and starts them again when they end. The replicas join like any other.
+"""Starts replicas as processes of this host, and restarts them when they end. They join the router like any other replica.
 
     start ─→ (the process joins: `admit`) ─→ (the process ends) ─→ ProcessExit ─→ pause 0.5 s, 1 s, … 30 s ─→ start
 

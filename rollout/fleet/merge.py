@@ -1,4 +1,4 @@
-"""Merges the statuses of replicas into one."""
+"""Merges the statuses of replicas into the fleet's status."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 router ── a thread ──→ placement group, a bundle a replica, SPREAD ──→ actor (max_restarts=-1) ──→ child: rollout serve --join
        ←── Join ─────────────────────────────────────────────────────────────────────────────────────┘
 
-A bundle is on one node, so all resources of a replica are together. The replicas join like any other. A process has ended when
-the actor's call returns. Ray's calls may take seconds, so they have a thread of their own.
+A bundle is on one node, so all resources of a replica are together. They join the router like any other replica. A process has
+ended when the actor's call returns. Ray's calls may take seconds, so they have a thread of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.fleet.launcher import ProcessExit, Use, alike, how_ended, least_used
 from rollout.fleet.ray_actor import STOP_S, ReplicaHolder
@@ -51,6 +51,18 @@ class ReplicaActor:
     wanted: bool = True
 
 
+class Reservation(NamedTuple):
+    """What Ray reserves for one replica."""
+
+    cpus: float | None
+    """None: the cluster's, divided by the number of replicas"""
+    gpus: float = 0.0
+
+    def resources(self) -> dict[str, float]:
+        """Return it as Ray's resources; CPU 0: not known yet."""
+        return {"CPU": self.cpus or 0.0, **({"GPU": self.gpus} if self.gpus else {})}
+
+
 class RayLauncher:
     """Used by the thread of the router's service.
 
@@ -59,8 +71,7 @@ class RayLauncher:
         count: how many replicas.
         toml: returns the configuration of the replica of a name that has so many CPUs.
         address: of the cluster, as `ray.init` takes it; "local" = a Ray of this machine, for this process.
-        cpus: of each; None = the cluster's, divided.
-        gpus: of each.
+        reserved: resources of each.
 
     Raises RuntimeError where Ray does not start, ModuleNotFoundError where it is not installed."""
 
@@ -70,15 +81,14 @@ class RayLauncher:
         count: int,
         toml: Callable[[str, int], str],
         address: str,
-        cpus: float | None = None,
-        gpus: float = 0.0,
+        reserved: Reservation,
     ) -> None:
         import ray
 
         self._ray = ray
         self._label = label
         self._toml = toml
-        self._resources: dict[str, float] = {"CPU": cpus or 0.0, **({"GPU": gpus} if gpus else {})}
+        self._resources: dict[str, float] = reserved.resources()
         self._made = 0
         self._names = self._new_names(count)
         self._slots: dict[str, ReplicaActor] = {}

@@ -1,4 +1,4 @@
-"""One replica as the router sees it: an ordinary service at the other end of a `Link`."""
+"""The router's connection to one replica, which is an ordinary service, and the replica's state."""
 
 from __future__ import annotations
 
@@ -49,12 +49,9 @@ class Replica:
     """Written by `ReplicaSet`, in the service's thread.
 
     Args:
-        inbox: queue by which answers reach that thread.
-        clock: seconds, monotonic."""
+        inbox: queue by which answers reach that thread."""
 
-    def __init__(
-        self, name: str, inbox: EventQueue, timing: Timing = TIMING, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str, inbox: EventQueue, timing: Timing = TIMING) -> None:
         self.name = name
         self.state = State.JOINING
         self.why = "its process starts"
@@ -86,7 +83,6 @@ class Replica:
         """it was asked to stop, and gets no groups until it is back"""
         self._inbox = inbox
         self._timing = timing
-        self._clock = clock
         self._requested_at: dict[Future[Any], float] = {}
         """of requests without an answer"""
         self._end: ClientEnd | None = None
@@ -146,7 +142,7 @@ class Replica:
         """Request the status, unless a request is open. `then` is called with it and the time of the request."""
         if self.status_requested_at is not None:
             return
-        self.status_requested_at = requested_at = self._clock()
+        self.status_requested_at = requested_at = time.monotonic()
 
         def arrived(answer: Future[Any]) -> None:
             self.status_requested_at = None
@@ -177,8 +173,8 @@ class Replica:
         return f"its link was down for {self._timing.lost_s} s" if down else ""
 
     def returned_unasked(self) -> None:
-        """Note that it returned a child that was not aborted, so it is stopping. If it does not stop, that is a failure."""
-        self.stopping_since = self.stopping_since or self._clock()
+        """Record that it returned a child that was not aborted: it is stopping. If it does not stop, that is a failure."""
+        self.stopping_since = self.stopping_since or time.monotonic()
 
     def disconnect(self) -> None:
         """Close the link, without waiting for the other end to receive the goodbye."""
@@ -188,7 +184,7 @@ class Replica:
 
     def _on_answer(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
         link = self.link
-        self._requested_at[future] = self._clock()
+        self._requested_at[future] = time.monotonic()
 
         def call(answer: Future[Any]) -> None:
             self._requested_at.pop(answer, None)

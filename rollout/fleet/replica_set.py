@@ -1,15 +1,14 @@
-"""The replicas of a fleet and their states. docs/fleet.md draws the states.
+"""Tracks the replicas of a fleet: which of them join, serve, are suspect or dead (docs/fleet.md shows the states).
 
 it joins ─→ connect ─→ Welcome ─→ its weights? ─→ the live ones: SERVING          others: STALE ─→ update ─→ SERVING
 link down ─→ SUSPECT ─→ lost_s later, or its process ended, or it fails again and again ─→ DEAD ─→ it joins again
 
-`poll` takes in what processes, joins, links and weights report; `take_events` returns what the fleet must act on.
+`poll` processes the reports of processes, joins, links and weights; `take_events` returns the events for the fleet.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ LOOK_S = 0.05
 MAX_FAILING = 3
 """groups in a row that a replica may fail on"""
 MAX_UPDATES = 3
-"""times that a replica may fail to take the live weights"""
+"""times that a replica may fail to apply the live weights"""
 
 log = logger(__name__)
 
@@ -51,6 +50,18 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, welcome: m.Welcome) -> ReplicaFacts:
         return cls(welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids, welcome.arithmetic)
+
+
+class Predecessor(NamedTuple):
+    """The router that was killed before this one started."""
+
+    live: Served = NONE_SERVED
+    """its live weights; version 0: there was no such router"""
+    returning: bool = False
+    """its replicas may join again"""
+
+
+NO_PREDECESSOR = Predecessor()
 
 
 class ReplicaLost(NamedTuple):
@@ -74,27 +85,24 @@ class ReplicaSet:
         joins: where replicas join.
         launcher: starts processes that join; None: all are started elsewhere.
         inbox: queue of the answers of replicas.
-        before: the weights that were live when the router before was killed; version 0: there was none.
-        returning: replicas of a router that was killed may join again. Which weights are live is known when they have reported
-            theirs, or `return_s` has passed."""
+        predecessor: the router that was killed before this one started. If its replicas may join again, which weights are live
+            is known when they have reported theirs, or `return_s` has passed."""
 
     def __init__(
         self,
         joins: JoinListener,
         launcher: LauncherLike | None,
         inbox: EventQueue,
-        before: Served = NONE_SERVED,
-        returning: bool = False,
+        predecessor: Predecessor = NO_PREDECESSOR,
         timing: Timing = TIMING,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts: ReplicaFacts | None = None
         """of the first replica"""
         self.by_name: dict[str, Replica] = {}
         self.scaling = Scaling(joins, launcher, self.by_name)
-        self.weights = FleetWeights(self.by_name, before)
+        self.weights = FleetWeights(self.by_name, predecessor.live)
         self.deaths = 0
-        self.none_since: float | None = clock()
+        self.none_since: float | None = time.monotonic()
         """when the last replica stopped serving; None: one serves"""
         self.first_requests: list[Make] = []
         """sent to a replica before its first group: the fleet is paused, drains or sleeps. Written by `Fleet`"""
@@ -102,8 +110,7 @@ class ReplicaSet:
         self._launcher = launcher
         self._inbox = inbox
         self._timing = timing
-        self._clock = clock
-        self._returning_until = clock() + timing.return_s if returning else None
+        self._returning_until = time.monotonic() + timing.return_s if predecessor.returning else None
         self._status_at = 0.0
         self._failed_updates: dict[Replica, int] = {}
         self._admitted_for = self._live
@@ -128,7 +135,7 @@ class ReplicaSet:
         return events
 
     def poll(self, now: float) -> None:
-        """Look at processes, joins, links and weights, and do what is due."""
+        """Check processes, joins, links and weights, and do what is due."""
         for event in self._joins.poll(() if self._launcher is None else self._launcher.poll()):
             self._joined_or_ended(event)
         for replica in list(self.by_name.values()):
@@ -145,7 +152,7 @@ class ReplicaSet:
         self.none_since = None if self.serving() or self.weights.lost else self.none_since or now
 
     def update(self, now: float) -> None:
-        """Take in what answers have changed: invalid ones, weights."""
+        """Apply the changes that answers made: invalid answers, weights."""
         for replica in [one for one in self.by_name.values() if one.invalid]:
             self.lose(replica, f"it sent an invalid answer: {replica.invalid}")
         self._settle(now)
@@ -156,8 +163,8 @@ class ReplicaSet:
             self._compare_weights()
 
     def lose(self, replica: Replica, why: str, sick: bool = True) -> None:
-        """Declare a replica dead and end its process; its groups go elsewhere. `sick`: a process that was started elsewhere
-        is asked to restart."""
+        """Declare a replica dead and end its process; its groups are placed on others. sick: a process that was started
+        elsewhere is asked to restart."""
         if replica.state is State.DEAD:
             return
         log.warning("replica lost name=%s state=%s why=%r", replica.name, replica.state.value, why)
@@ -173,7 +180,7 @@ class ReplicaSet:
         self._events.append(ReplicaLost(replica))
 
     def failed(self, replica: Replica, group_id: str, error: RolloutError | None) -> None:
-        """Note that a replica has failed on a group. `error`: why it refused; None: a sample ended as "error"."""
+        """Record that a replica has failed on a group. error: its refusal; None: a sample ended as "error"."""
         if replica.state is State.DEAD:
             return
         if isinstance(error, NotBelieved):
@@ -191,11 +198,11 @@ class ReplicaSet:
         """Send all replicas a request and wait for their answers, without those that are lost meanwhile. Raises the refusal if
         all refuse."""
         sent = {replica: replica.request(make) for replica in self.linked()}
-        deadline = self._clock() + self._timing.answer_s
+        deadline = time.monotonic() + self._timing.answer_s
         while pending := [replica for replica, future in sent.items() if not future.done() and replica.link is not None]:
             wait([sent[replica] for replica in pending], LOOK_S)
-            self.poll(self._clock())
-            if self._clock() > deadline:
+            self.poll(time.monotonic())
+            if time.monotonic() > deadline:
                 for replica in pending:
                     self.lose(replica, f"it did not answer for {self._timing.answer_s} s")
         return results([future for replica, future in sent.items() if replica.link is not None])
@@ -207,7 +214,7 @@ class ReplicaSet:
         if replica is None and event.removed:
             return
         if replica is None:
-            replica = self.by_name[event.name] = Replica(event.name, self._inbox, self._timing, self._clock)
+            replica = self.by_name[event.name] = Replica(event.name, self._inbox, self._timing)
         if event.address is not None:
             replica.set_state(State.JOINING, "the router connects to it")
             replica.connect(event.address, partial(self._welcomed, replica))
@@ -280,7 +287,7 @@ class ReplicaSet:
             self._admit(replica)
             return
         failed = self._failed_updates[replica] = self._failed_updates.get(replica, 0) + 1
-        replica.why = f"it could not take the live weights: {error}"
+        replica.why = f"it failed to apply the live weights: {error}"
         if failed >= MAX_UPDATES:
             self.lose(replica, replica.why)
 

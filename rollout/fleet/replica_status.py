@@ -1,4 +1,4 @@
-"""Status messages of replicas: checked, and compared with the groups that the replica was sent.
+"""Checks the status messages of replicas, and compares them with the groups that the replica was sent.
 
 A replica that answers may still have lost groups, or compute nothing. It sends its status once a second, after all samples sent
 before, since a connection keeps the order. So a replica that reports fewer groups than it was sent before the request, and has

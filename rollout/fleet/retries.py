@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rollout.engine.types import Sample
-from rollout.fleet.placement import OpenGroup, PlacedChildren
+from rollout.fleet.open_groups import OpenGroup, PlacedChildren
 from rollout.fleet.replica import Replica
 from rollout.transport.errors import InvalidRequest, LimitExceeded, RolloutError
 
@@ -24,12 +24,12 @@ def runs_again(part: PlacedChildren, sample: Sample, aborts: int) -> bool:
 
 
 def concerns_group(error: RolloutError) -> bool:
-    """Whether a refusal is about the group, and so no failure of the replica."""
+    """Whether a refusal concerns the group, so that it is no failure of the replica."""
     return isinstance(error, InvalidRequest | LimitExceeded)
 
 
 def count_failure(part: PlacedChildren, indices: Iterable[int]) -> None:
-    """Note that a replica has failed on children, or has refused them."""
+    """Record that a replica has failed on children, or has refused them."""
     part.open.errors.update(indices)
     part.open.failed_on.add(part.replica.name)
 

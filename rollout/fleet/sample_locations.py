@@ -1,4 +1,4 @@
-"""Replicas on which finished children ran: a turn that continues one finds its KV only there."""
+"""Remembers on which replicas finished children ran, because only these have the KV for the next turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from typing import NamedTuple
 
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.client.link import Link
 from rollout.fleet.replica import Replica
 
@@ -20,7 +20,7 @@ class SampleLocation(NamedTuple):
     replica: Replica
     link: Link
     """of the process that it ran in"""
-    handle: Handle
+    handle: OpenHandle
     """of its part"""
     until: float
     """time.monotonic: its KV is released then"""
@@ -37,7 +37,7 @@ class SampleLocations:
     def __init__(self) -> None:
         self._by_group: OrderedDict[str, dict[int, SampleLocation]] = OrderedDict()
 
-    def add(self, group_id: str, index: int, replica: Replica, handle: Handle) -> None:
+    def add(self, group_id: str, index: int, replica: Replica, handle: OpenHandle) -> None:
         """Store the location of a child whose KV is kept."""
         if replica.link is not None:
             until = time.monotonic() + handle.group.sampling.kv_ttl_s

@@ -1,4 +1,4 @@
-"""Tracks which memory of the replicas is released: weights, KV."""
+"""Sleep and wake of a fleet: which memory of the replicas is released (weights, KV)."""
 
 from __future__ import annotations
 

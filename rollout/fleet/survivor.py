@@ -1,4 +1,4 @@
-"""Handle of a replica's process that a previous router started and that has joined this one."""
+"""Handle of a replica's process that the killed router before this one had started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time limits of a fleet."""
+"""Time limits of a router for its replicas: restarts, joins, links, answers."""
 
 from __future__ import annotations
 

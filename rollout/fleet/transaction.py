@@ -1,4 +1,4 @@
-"""Weights sent to replicas as a transaction: begun, prepared by all, committed.
+"""Two-phase commit of weights to replicas: sent to all, prepared by all, then committed.
 
 router's segment ── Begin(shm) ──→ replicas of this host, which read it there
                 └── Begin(inline), chunks ──→ replicas of other hosts, each a window ahead of its answers
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.types import KVPolicy, Refreshed, manifest_digest
-from rollout.fleet.content import SharedWeights
 from rollout.fleet.replica import Replica
+from rollout.fleet.shared_weights import SharedWeights
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import check_refreshed
@@ -35,7 +35,8 @@ log = logger(__name__)
 class ReplicaTransaction:
     """Written by the service's thread.
 
-    A replica that dies, is busy or has no room leaves `members`. If one refuses the content, the transaction fails for all."""
+    A replica that dies, is busy or has no room is removed from `members`. If one refuses the content, the transaction fails for
+    all."""
 
     def __init__(self, content: SharedWeights, members: Iterable[Replica]) -> None:
         self.content = content
@@ -141,13 +142,13 @@ class ReplicaTransaction:
             self.prepared.add(replica)
 
     def _refused(self, replica: Replica, error: BaseException) -> None:
-        """Take out a member that is busy or has no room; fail if it refuses the content, which is the same for all."""
+        """Remove a member that is busy or has no room; fail if it refuses the content, which is the same for all."""
         assert isinstance(error, Exception)
         self.members.discard(replica)
         if isinstance(error, WeightsRefused | InvalidRequest) or not self.members:
             self.error = error
             self.abandon()
-        log.warning("replica does not take version %d name=%s reason=%s", self.content.version, replica.name, error)
+        log.warning("replica refused version %d name=%s reason=%s", self.content.version, replica.name, error)
 
     def _answered(self, replica: Replica, answer: Future[Any]) -> None:
         if replica not in self.members:

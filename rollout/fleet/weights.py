@@ -1,4 +1,4 @@
-"""The live weights of a fleet, and the refresh in progress.
+"""The live weights of a fleet: refreshes all replicas, and updates replicas that lack the live weights.
 
 trainer ─→ payload ─→ the router's segment (shared memory, read once from the trainer, by any transport)
                            │ ReplicaTransaction: Begin(offer) to each serving replica, Prepare
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.engine.types import NONE_SERVED, Adapter, KVPolicy, Refreshed, Served, TensorInfo, manifest_digest
-from rollout.fleet.content import LiveContent, SharedWeights, Versions, bytes_of
+from rollout.engine.types import NONE_SERVED, KVPolicy, Refreshed, Served, TensorInfo, WeightUpdate, manifest_digest
 from rollout.fleet.replica import Replica, linked, serving
+from rollout.fleet.shared_weights import LiveContent, SharedWeights, Versions, bytes_of
 from rollout.fleet.transaction import ReplicaTransaction, sees_memory
 from rollout.logs import logger
 from rollout.transport import messages as m
@@ -54,23 +54,14 @@ class FleetBase(NamedTuple):
 class FleetStaging:
     """Reads a payload into the router's memory, then waits until all replicas have prepared it: `StagingLike`."""
 
-    def __init__(
-        self,
-        version: int,
-        partial: bool,
-        manifest: Sequence[TensorInfo],
-        adapter: Adapter | None,
-        segment: Segment,
-        on_received: Callable[[], None],
-    ) -> None:
-        """`on_received`: called once all bytes have arrived. Raises WeightsRefused for an unknown dtype, OSError without
-        memory."""
-        self.version = version
-        self.partial = partial
-        self.manifest = list(manifest)
-        self.manifest_digest = manifest_digest(manifest)
-        self.adapter = adapter
-        self.total = sum(map(bytes_of, manifest))
+    def __init__(self, update: WeightUpdate, segment: Segment, on_received: Callable[[], None]) -> None:
+        """update: with its version. on_received: called once all bytes have arrived. Raises WeightsRefused for an unknown
+        dtype, OSError without memory."""
+        assert update.version is not None
+        self.version = update.version
+        self.update = update
+        self.manifest_digest = manifest_digest(update.manifest)
+        self.total = sum(map(bytes_of, update.manifest))
         self.received = 0
         self.closed = False
         self.segment = segment
@@ -104,7 +95,8 @@ class FleetStaging:
     def content(self) -> SharedWeights:
         """Return the payload, for replicas."""
         offer, memory = self.segment.offer(self.total), self.segment.payload(self.total)
-        return SharedWeights(self.version, self.partial, self.manifest, offer, memory, adapter=self.adapter)
+        update = self.update
+        return SharedWeights(self.version, update.partial, list(update.manifest), offer, memory, adapter=update.adapter)
 
     def close(self) -> None:
         """Abandon the refresh; during a commit, close it when that has ended and this is called again. May be repeated."""
@@ -191,27 +183,25 @@ class FleetWeights:
 
     # a refresh of all
 
-    def stage(
-        self, manifest: Sequence[TensorInfo], version: int | None, partial: bool, adapter: Adapter | None = None
-    ) -> FleetStaging:
+    def stage(self, update: WeightUpdate) -> FleetStaging:
         """Begin a refresh. Raises WeightsRefused, Busy, SourceUnreachable."""
         if self._staging is not None and not self._staging.closed:
             raise Busy("another refresh is being staged; close it first")
         if self._staging is not None and self._staging.committing:
             raise Busy("the last refresh, whose client is gone, is being applied; try again when it is done")
-        version = self.version + 1 if version is None else version
+        version = self.version + 1 if update.version is None else update.version
         if not self.version < version < 2**63:
             raise WeightsRefused(f"version {version} is not above the live one, {self.version}: versions only grow")
-        if partial and self.lost:
+        if update.partial and self.lost:
             raise WeightsRefused(f"no replica has version {self.version} any more: a refresh of all tensors must come first")
-        if partial and self.base_digest:
+        if update.partial and self.base_digest:
             raise WeightsRefused("some tensors over a live adapter: refresh all tensors of a fleet, or the whole adapter")
-        total = sum(map(bytes_of, manifest))
+        total = sum(map(bytes_of, update.manifest))
         if total > MAX_WIDTH * self.model_bytes:
             raise WeightsRefused(f"a payload of {total} bytes: the model has {self.model_bytes}")
         try:
-            spare = self.live.spare(adapter is not None)
-            self._staging = FleetStaging(version, partial, manifest, adapter, spare, self._begin)
+            spare = self.live.spare(update.adapter is not None)
+            self._staging = FleetStaging(msgspec.structs.replace(update, version=version), spare, self._begin)
         except OSError as error:
             raise SourceUnreachable(f"the router has no shared memory for {total} bytes: {error}") from None
         return self._staging

@@ -4,6 +4,6 @@
                                                             └-> generation.py, upstream.py --ZeroMQ--> service
 
 The gateway is a process of its own with a `RolloutClient` and a tokenizer. It stores no samples and no weights: when it exits,
-the service aborts its groups, and groups of other clients continue. starlette and uvicorn come with `pip install -e '.[http]'`;
-only the command `rollout http` imports them.
+the service aborts its groups, and groups of other clients continue. starlette and uvicorn come with the extra `http`; only the
+command `rollout http` imports them.
 """

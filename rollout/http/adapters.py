@@ -90,7 +90,7 @@ class AdapterRoutes:
                 lambda wanted: merge(path, scale=scale, version=wanted, kv=kv), path, version, "lora_path"
             )
         except ModuleNotFoundError as error:
-            instead = f"{error.name} is not installed in the gateway's environment: pip install -e '.[lora]'"
+            instead = f"{error.name} is not installed in the gateway's environment: pip install 'rl-rollout[lora]'"
             raise not_served("an adapter", instead) from None
 
 

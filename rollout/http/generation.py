@@ -39,7 +39,8 @@ class PromptGroup(msgspec.Struct, frozen=True, kw_only=True):
     prompt: np.ndarray
     """token ids, [prompt_tokens] int32"""
     sampling: Sampling
-    """max_tokens = 0: the prompt leaves no room, and the samples are empty (`--overlong empty`)"""
+    full: bool = False
+    """the prompt leaves no room for a token, and the samples are empty (`--overlong empty`)"""
     names: Collection[str] = ()
     """by which the request can be aborted"""
     text: TextOptions | None = None
@@ -83,7 +84,7 @@ class GenerationService:
         info = self.upstream.info
         room = info.context - prompt_tokens
         if self._overlong == "empty" and room < (wanted or 1):
-            return max(0, room)
+            return max(1, room)
         if wanted is not None:
             return wanted
         if room < 1:
@@ -96,12 +97,11 @@ class GenerationService:
         self, ids: Sequence[int], sampling: Sampling, names: Collection[str], text: TextOptions | None = None
     ) -> PromptGroup:
         """Check a prompt and its options as the service does. Raises InvalidRequest."""
-        if sampling.max_tokens == 0 and self._overlong == "empty" and len(ids) >= self.upstream.info.context:
-            self._checked(ids[:1], msgspec.structs.replace(sampling, max_tokens=1))
+        full = self._overlong == "empty" and len(ids) >= self.upstream.info.context
+        prompt = self._checked(ids[:1] if full else ids, sampling)
+        if full:
             prompt = np.zeros(len(ids), np.int32)
-        else:
-            prompt = self._checked(ids, sampling)
-        return PromptGroup(prompt=prompt, sampling=sampling, names=names, text=text)
+        return PromptGroup(prompt=prompt, sampling=sampling, full=full, names=names, text=text)
 
     def check_samples(self, groups: Sequence[PromptGroup]) -> None:
         """Raise HttpError if one request has too many samples."""
@@ -134,11 +134,11 @@ class GenerationService:
         """Sample groups. Returns the samples of each, sorted by index.
 
         Raises the service's typed error of the first group that fails, HttpError for a failed sample, ClientDisconnect."""
-        made = [PromptRequest(group.prompt, group.sampling, names=group.names) for group in groups if group.sampling.max_tokens]
+        made = [PromptRequest(group.prompt, group.sampling, names=group.names) for group in groups if not group.full]
         await unless_disconnected(request, self._finish(made))
         self._count(request, made)
         finished = iter(made)
-        return [next(finished).samples if group.sampling.max_tokens else empty_samples(group) for group in groups]
+        return [empty_samples(group) if group.full else next(finished).samples for group in groups]
 
     async def stream(self, request: Request, groups: Sequence[PromptGroup]) -> AsyncGenerator[TextChunk, None]:
         """Sample groups, and yield new tokens of each child; its last chunk has its sample. Raises as `sample`.
@@ -155,10 +155,10 @@ class GenerationService:
         running: dict[int, PromptRequest] = {}
         began, silent = time.monotonic(), set(range(len(groups)))
         for i, group in enumerate(groups):
-            if group.sampling.max_tokens:
-                running[i] = PromptRequest(group.prompt, group.sampling, partial(arrive, i), group.names)
-            else:
+            if group.full:
                 arrived.extend((i, sample) for sample in empty_samples(group))
+            else:
+                running[i] = PromptRequest(group.prompt, group.sampling, partial(arrive, i), group.names)
         requests = list(running.values())
         decoders = [ChunkDecoder(i, self.text, group.text, group.sampling.stop) for i, group in enumerate(groups)]
         try:

@@ -15,6 +15,7 @@ import msgspec
 
 from rollout.engine.types import MAX_PRIORITY, Limits, Sampling
 from rollout.http.errors import bad, not_served
+from rollout.transport.errors import InvalidRequest
 
 INSTEAD = {
     "best_of": "give n",
@@ -149,19 +150,29 @@ def top_k_of(top_k: int | None) -> int:
 
 
 def sampling_of(params: VllmSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
-    """Convert vLLM's parameters. more: further fields of `Sampling`. Raises HttpError."""
+    """Convert vLLM's parameters. more: further fields of `Sampling`. Raises HttpError, InvalidRequest."""
     fields = common_fields(params, special)
     if (params.prompt_logprobs or 0) < 0:
         raise bad(f"prompt_logprobs={params.prompt_logprobs}: must not be negative", "prompt_logprobs")
     allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
     more |= given(allowed_token_ids=allowed)
-    return Sampling(max_tokens=max_tokens, min_tokens=params.min_tokens or 0, seed=params.seed, **fields, **more)
+    return checked_sampling(max_tokens=max_tokens, min_tokens=params.min_tokens or 0, seed=params.seed, **fields, **more)
 
 
 def sglang_sampling_of(params: SGLangSampling, max_tokens: int, special: Special, **more: Any) -> Sampling:
-    """Convert SGLang's parameters. more: further fields of `Sampling`. Raises HttpError."""
+    """Convert SGLang's parameters. more: further fields of `Sampling`. Raises HttpError, InvalidRequest."""
     fields = common_fields(params, special)
-    return Sampling(max_tokens=max_tokens, min_tokens=params.min_new_tokens or 0, seed=params.sampling_seed, **fields, **more)
+    return checked_sampling(
+        max_tokens=max_tokens, min_tokens=params.min_new_tokens or 0, seed=params.sampling_seed, **fields, **more
+    )
+
+
+def checked_sampling(**fields: Any) -> Sampling:
+    """Return the `Sampling` with these fields. Raises InvalidRequest for a value that it refuses."""
+    try:
+        return Sampling(**fields)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def common_fields(params: CommonSampling, special: Special) -> dict[str, Any]:

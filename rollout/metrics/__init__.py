@@ -1,0 +1,1 @@
+"""Metrics of a service: meters, sinks (console, JSONL, Prometheus, wandb) and the log-prob audit."""

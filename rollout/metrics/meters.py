@@ -27,20 +27,28 @@ Counts = Mapping[str, Any]
 GRAIN_S = 0.1
 """of the window: samples that end within it of each other are counted together, and leave the window together"""
 
+HOST_PARTS = ("plan", "build", "commit")
+STEP_PARTS = (*HOST_PARTS, "model", "sample")
+"""what the host does in a step, one after the other"""
+
+
+def seconds_of(grown: Counts, parts: Sequence[str]) -> float:
+    """Sum the seconds of parts of a step."""
+    return float(sum(grown[f"{part}_seconds"] for part in parts))
+
+
 RATES: dict[str, Callable[[Counts], tuple[float, float]]] = {
     "rollout/tokens_per_s": lambda d: (d["generated_tokens"], d["elapsed"]),
     "engine/prefill_tokens_per_s": lambda d: (d["prefill_tokens"], d["elapsed"]),
     "engine/batch_size": lambda d: (d["generated_tokens"], d["steps"]),
     "engine/step_s": lambda d: (d["step_seconds"], d["steps"]),
-    "engine/busy_ratio": lambda d: (d["step_seconds"], d["elapsed"]),
-    "engine/host_ratio": lambda d: (
-        d["step_seconds"] - d["model_seconds"] - d["sample_seconds"] - d["move_seconds"],
-        d["step_seconds"],
-    ),
+    # a step that was in flight when the window began counts whole, so its seconds may exceed those of the window
+    "engine/busy_ratio": lambda d: (min(d["step_seconds"], d["uptime_seconds"]), d["uptime_seconds"]),
+    "engine/host_ratio": lambda d: (seconds_of(d, HOST_PARTS), seconds_of(d, STEP_PARTS)),
     "engine/tokens_per_row": lambda d: (d["generated_tokens"], d["generated_tokens"] - d.get("accepted_tokens", 0)),
     "engine/accepted_ratio": lambda d: (d.get("accepted_tokens", 0), d.get("drafted_tokens", 0)),
     "engine/recomputed_ratio": lambda d: (d["recomputed_tokens"], d["prefill_tokens"] + d["generated_tokens"]),
-    "kv/stall_ratio": lambda d: (d["move_seconds"], d["step_seconds"]),
+    "kv/stall_ratio": lambda d: (d["move_seconds"], d["move_seconds"] + seconds_of(d, STEP_PARTS)),
     "kv/prefix_hit_ratio": lambda d: (
         d["prefix_hit_tokens"] + d["kept_tokens"],
         d["prefix_hit_tokens"] + d["kept_tokens"] + d["prefill_tokens"],

@@ -85,7 +85,7 @@ class PrometheusSink:
             from prometheus_client import CollectorRegistry, MetricsHandler
         except ImportError as error:
             raise InputError(
-                "metrics_port is set but prometheus_client is not installed: pip install -e '.[metrics]'"
+                "metrics_port is set but prometheus_client is not installed: pip install 'rl-rollout[metrics]'"
             ) from error
         self._model = model
         self._row: dict[str, float] = {}

@@ -17,7 +17,7 @@ from rollout.config import InputError, TrackingConfig
 from rollout.metrics.histogram import Histograms
 
 TIME_AXIS = "engine/time_s"
-TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*")
+TIME_INDEXED = ("rollout/*", "engine/*", "kv/*", "weights/*", "off_policy/*", "mismatch/*", "fleet/*", "loop/*")
 
 FINISH_S = 10.0
 """longest that closing waits for wandb to upload; what is left stays in its folder, for `wandb sync`"""
@@ -135,7 +135,9 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise InputError("tracking.wandb_project is set but wandb is not installed: pip install -e '.[wandb]'") from error
+            raise InputError(
+                "tracking.wandb_project is set but wandb is not installed: pip install 'rl-rollout[wandb]'"
+            ) from error
         mode = wandb_mode(config)
         shared = {"x_primary": False, "x_label": "rollout", "x_update_finish_state": False} if mode == "shared" else {}
         try:

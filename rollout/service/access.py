@@ -1,6 +1,6 @@
 """Checks which messages the key of a client permits. Without keys every client may send every message.
 
-message → key of the connection → has it one of the roles in ROLES_OF? → the loop
+message → key of the connection → one of its roles is in ROLES_OF → the loop
 """
 
 from __future__ import annotations

@@ -1,12 +1,24 @@
-"""Protocols of the engine that a service serves: `rollout.engine.engine.Engine`, `rollout.fleet.fleet.Fleet`, and smaller ones
-in tests."""
+"""Interface between a service and the engine that it serves: `rollout.engine.engine.Engine`, `rollout.fleet.fleet.Fleet`, and
+smaller ones in tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from rollout.engine.types import Adapter, Group, KVPolicy, Limits, Mode, Refreshed, Sample, Served, Tag, TensorInfo, TokenChunk
+from rollout.engine.types import (
+    Group,
+    KVPolicy,
+    Limits,
+    Mode,
+    Refreshed,
+    Sample,
+    Served,
+    Tag,
+    TensorInfo,
+    TokenChunk,
+    WeightUpdate,
+)
 from rollout.transport.weights.ends import LiveTensors, LiveWeights
 
 
@@ -100,19 +112,13 @@ class EngineLike(Protocol):
     def status(self) -> dict[str, object]: ...
     @property
     def weights(self) -> WeightsLike: ...
-    def stage(
-        self,
-        manifest: Sequence[TensorInfo],
-        *,
-        version: int | None = None,
-        partial: bool = False,
-        adapter: Adapter | None = None,
-    ) -> StagingLike:
-        """Begin a refresh. An engine whose model has a device also takes `on_device`: the source fills tensors there."""
+    def stage(self, update: WeightUpdate) -> StagingLike:
+        """Begin a refresh."""
         ...
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
-        """Apply staged weights. None: not finished; call again in the next iteration. They are applied even if nobody does."""
+        """Apply staged weights. None: not finished; call again in the next iteration. The weights are applied even without
+        another call."""
         ...
 
     def drain(self) -> bool: ...

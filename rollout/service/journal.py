@@ -47,11 +47,24 @@ CREATE INDEX groups_of ON groups(key, session);
 
 GROUPS = "SELECT engine_id, key, session, submit, seed, version, digest, at FROM groups ORDER BY rowid"
 WAY_OUT = (
-    "move the file away to start without it: clients of what was open are told service_restarted, those with resubmit=True "
-    "submit it again"
+    "move the file away to start without it: clients of open groups get service_restarted, and those with resubmit=True submit "
+    "them again"
 )
 
 log = logger(__name__)
+
+
+class SessionIdentity(NamedTuple):
+    """Names of a session. They stay the same when the service restarts."""
+
+    key: str
+    """public key of the client; "" without keys"""
+    id: str
+    """chosen by the client"""
+    name: str
+    """of the client, for logs and the status"""
+    number: int
+    """counts the sessions of the service"""
 
 
 class Persistence:
@@ -66,8 +79,8 @@ class Persistence:
         self.starts = 0
         """how often a service has started with this incarnation; 0 without a journal"""
 
-    def opened(self, key: str, session: str, name: str, number: int) -> None:
-        """Store a session. number: the service's for it."""
+    def opened(self, session: SessionIdentity) -> None:
+        """Store a session."""
 
     def closed(self, key: str, session: str) -> None:
         """Delete a session and its groups."""
@@ -103,13 +116,6 @@ class Meta(msgspec.Struct, frozen=True):
     weights: int
     digest: str
     starts: int
-
-
-class JournaledSession(NamedTuple):
-    key: str
-    id: str
-    name: str
-    number: int
 
 
 class GroupRow(NamedTuple):
@@ -201,8 +207,8 @@ class Journal(Persistence):
 
     # write
 
-    def opened(self, key: str, session: str, name: str, number: int) -> None:
-        self._writes.append(("INSERT OR REPLACE INTO sessions VALUES(?, ?, ?, ?)", (key, session, name, number)))
+    def opened(self, session: SessionIdentity) -> None:
+        self._writes.append(("INSERT OR REPLACE INTO sessions VALUES(?, ?, ?, ?)", tuple(session)))
 
     def closed(self, key: str, session: str) -> None:
         whose = "(SELECT engine_id FROM groups WHERE key = ? AND session = ?)"
@@ -262,13 +268,13 @@ class Journal(Persistence):
             why = error.message if isinstance(error, RolloutError) else str(error)
             raise InputError(f"journal {self._path}: {what} is damaged ({why}): {WAY_OUT}") from None
 
-    def sessions(self) -> Iterator[JournaledSession]:
+    def sessions(self) -> Iterator[SessionIdentity]:
         """Yield the open sessions, ordered by number. Raises InputError."""
         with self.reading("table sessions"):
             rows = self._db.execute("SELECT key, id, name, number FROM sessions ORDER BY number").fetchall()
         for row in rows:
             with self.reading(f"table sessions, row {row[:2]}"):
-                session = msgspec.convert(row, JournaledSession)
+                session = msgspec.convert(row, SessionIdentity)
             yield session
 
     def groups(self) -> Iterator[JournaledGroup]:

@@ -6,7 +6,7 @@ Requests get a bounded share of each iteration: messages are received from all c
 `ServiceTiming.requests_s` or a fraction of the last step, then aborts are processed for as long. The rest waits for the next
 iteration, so no client can prevent the samples of others from being generated.
 
-Which client submitted which group is known here and in `rollout.service.session` only; the engine gets group ids that the
+Only the service stores which client submitted which group (`rollout.service.session`); the engine gets group ids that the
 service made. No message can stop the loop: errors in a message are answered with a typed refusal."""
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollout.config import MIN_GRACE_S
-from rollout.engine.types import NONE_SERVED, Limits, Served
+from rollout.config import ServiceConfig
+from rollout.engine.types import NONE_SERVED, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.access import REVOKED, Access
-from rollout.service.admission import check_hello, welcome
-from rollout.service.engine_api import EngineLike, live_of
+from rollout.service.engine_api import EngineLike, HasReplicas, live_of
+from rollout.service.engine_groups import EngineGroups, described
 from rollout.service.journal import Journal, Persistence
 from rollout.service.lifecycle import Lifecycle
 from rollout.service.receiver import Receiver
 from rollout.service.refresh import Refreshes, RefreshTiming
 from rollout.service.restoring import restore
-from rollout.service.running import EngineGroups, described
 from rollout.service.session import SendLimits, Session, Sessions
-from rollout.service.watchdog import LoopPhase
+from rollout.service.validation import check_hello, welcome
+from rollout.service.watchdog import MODELS, LoopPhase, Phase
 from rollout.transport import messages as m
 from rollout.transport.errors import NoSession
 from rollout.transport.frames import pack
@@ -44,7 +44,7 @@ log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceTiming:
-    """Durations of the loop, in seconds."""
+    """Durations of the loop, in seconds, and the clock that measures them."""
 
     idle_poll_s: float = 0.1
     """longest wait for a message when there is nothing to do"""
@@ -58,7 +58,11 @@ class ServiceTiming:
     """while groups run: this fraction of the last step instead, …"""
     least_requests_s: float = 0.002
     """… but at least this long"""
+    linger_s: float = 2.0
+    """longest time that `Service.stop` waits for clients to receive the last messages"""
     refresh: RefreshTiming = RefreshTiming()
+    clock: Callable[[], float] = time.monotonic
+    """seconds, monotonic"""
 
     def for_requests(self, busy: bool, step_s: float) -> float:
         """Return the seconds that this iteration may spend on requests. busy: whether groups run; step_s: of the last step."""
@@ -100,73 +104,40 @@ class SilenceClock:
 
 
 class Service:
-    """Serves one engine to any number of clients until `stop`.
-
-    Example:
-        service = Service(engine, "tcp://127.0.0.1:*")
-        print(service.endpoint)
-        service.run()
+    """Serves one engine to any number of clients until `stop`. `open_service` makes it.
 
     Args:
-        endpoint: tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any tcp://HOST:PORT.
-            ValueError for an address that other hosts can reach without keys, and for one that cannot be bound.
-        keys: the service's key file (`rollout keys init`), for clients on this host too. None: this user's clients may do all.
-        journal: stores sessions so that they survive the process; closed with the service.
-        limits: of requests; by default the engine's.
-        transport: replaces the socket, e.g. `rollout.transport.loopback.LoopbackService()`.
-        client_grace_s: a client that is silent for longer has its groups aborted and is forgotten. At least MIN_GRACE_S.
-        max_outbox_bytes: of finished samples that a client has not acknowledged; over it, its groups end as "error".
-        linger_s: longest time that `stop` waits for clients to receive the last messages.
-        lease_s: a refresh without a message from its client for so long is abandoned.
-        tracker, watch: record the metrics, and the loop's phase for the watchdog; the tracker is closed with the service.
-        timing, send_limits: durations of the loop; sizes of messages to a client.
-        clock: seconds, monotonic.
+        groups: the groups in the engine.
+        sessions: of the clients.
+        transport: connects them; closed with the service.
+        config: time-outs and limits of clients.
+        timing: durations of the loop.
     """
 
     def __init__(
         self,
-        engine: EngineLike,
-        endpoint: str | None = None,
-        *,
-        keys: str | None = None,
-        journal: Journal | None = None,
-        limits: Limits | None = None,
-        transport: ServiceTransport | None = None,
-        client_grace_s: float = 10.0,
-        max_outbox_bytes: int = 1 << 28,
-        linger_s: float = 2.0,
-        lease_s: float = 30.0,
-        tracker: Tracker | None = None,
-        watch: LoopPhase | None = None,
-        timing: ServiceTiming | None = None,
-        send_limits: SendLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        groups: EngineGroups,
+        sessions: Sessions,
+        transport: ServiceTransport,
+        config: ServiceConfig,
+        timing: ServiceTiming,
     ) -> None:
-        if (endpoint is None) == (transport is None):
-            raise ValueError("give an endpoint or a transport, one of the two")
-        if client_grace_s < MIN_GRACE_S:
-            raise ValueError(f"client_grace_s={client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second")
-        self._persistence = Persistence() if journal is None else journal
+        engine = self._engine = groups.engine
+        self._running, self._sessions, self._transport = groups, sessions, transport
+        self._config, self._timing, self._clock = config, timing, timing.clock
+        self._persistence = sessions.persistence
         self.incarnation = self._persistence.incarnation
-        self._engine = engine
-        self._limits = limits or engine.limits
-        self._transport = transport if transport is not None else ServiceEnd(str(endpoint), self._limits, keys)
-        self._grace_s, self._linger_s = client_grace_s, linger_s
-        self._timing, self._send_limits, self._clock = timing or ServiceTiming(), send_limits or SendLimits(), clock
-        self.watch = watch if watch is not None else LoopPhase()
-        self._access = Access(self._transport.keys)
-        self._sessions = Sessions(self._limits.max_clients, self._persistence, self._send_limits, clock)
-        self._receiver = Receiver(self._transport, self._limits, self._access, self._sessions, self._handle, clock)
-        self._refreshes = Refreshes(engine, self.watch, lease_s, self._timing.refresh, clock)
+        models = frozenset[Phase]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
+        self.watch = LoopPhase(config.stall_s, alone_s=config.exit_without_clients_s, models=models)
+        """phase of the loop, for a watchdog"""
+        self._access = Access(transport.keys)
+        self._receiver = Receiver(transport, engine.limits, sessions, self._handle, timing.clock)
+        self._refreshes = Refreshes(engine, self.watch, config.lease_s, timing.refresh, timing.clock)
         self._lifecycle = Lifecycle(engine)
-        self._tracker = tracker if tracker is not None else Tracker()
-        self._running = EngineGroups(engine, self._tracker, self._limits, max_outbox_bytes, clock)
         self._unsent = False  # a connection accepts more than one iteration sends
         self._stop_reason: str | None = None
-        self._started = clock()
-        self._silence = SilenceClock(self._started, client_grace_s)
-        if journal is not None:
-            restore(journal, self._sessions, self._running, engine, self._limits)
+        self._started = timing.clock()
+        self._silence = SilenceClock(self._started, config.client_grace_s)
 
     @property
     def endpoint(self) -> str:
@@ -219,7 +190,7 @@ class Service:
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
         self._persistence.served(to_store(engine, self._persistence))  # before a trainer gets the answer to its refresh
-        self._flush()  # answers need not wait for the step
+        self._flush()  # so that answers do not wait for the step
         self._running.unpark()
         if engine.has_work:
             self.watch.at("step")
@@ -231,16 +202,17 @@ class Service:
         self._check_timers()
 
     def _time_for_requests(self) -> float:
-        self.watch.at("take")
+        self.watch.at("receive")
         return self._timing.for_requests(self._engine.has_work, self._running.step_s)
 
     def _flush(self) -> None:
-        more_come = self._engine.has_work and self._running.step_s < self._send_limits.gather_s
+        more_come = self._engine.has_work and self._running.step_s < self._sessions.send_limits.gather_s
         self._unsent = any([session.flush(self._transport.send, more_come) for session in self._sessions])
         if (flooded := first(self._sessions, lambda session: session.flooded)) is not None:
             self._forget(flooded, "it does not read the answers to its requests")
 
     def _handle(self, peer: bytes, message: m.ClientMessage) -> None:
+        self._access.check(peer, message)
         if isinstance(message, m.Hello):
             return self._hello(peer, message)
         session = self._sessions.at(peer)
@@ -278,17 +250,18 @@ class Service:
             case m.Heartbeat():
                 pass
             case m.Goodbye():
-                self._forget(session, "it said goodbye")
+                self._forget(session, "it sent Goodbye")
 
     def _hello(self, peer: bytes, hello: m.Hello) -> None:
-        wanted = check_hello(hello, self._limits)
+        wanted = check_hello(hello, self._engine.limits)
         session = self._sessions.open(hello.session, hello.name, self._access.key(peer))
         for unwanted in [accepted for accepted in session.groups.values() if accepted.digest not in wanted]:
             self._running.drop(session, unwanted)
         for other in self._sessions.others(session) if hello.alone else []:
-            self._forget(other, "another router has taken its place")
+            self._forget(other, "another router has replaced it")
         session.greeted(hello.capabilities, self._silence.now)
-        answer = pack(welcome(hello, session, self._engine, self.incarnation, self._persistence.starts, self._limits))
+        about = self._engine, self.incarnation, self._persistence.starts, self._config.served_model_name
+        answer = pack(welcome(hello, session, *about))
         self._sessions.connect(session, peer, hello.number, answer)
 
     def _forget(self, session: Session, reason: str) -> None:
@@ -314,10 +287,10 @@ class Service:
                 session.report(alive(), now)
                 session.flush(self._transport.send)
         if (silent := first(self._sessions, lambda session: now - session.last_received_at > patience_s)) is not None:
-            self._forget(silent, f"not heard from for {self._grace_s} s")
+            self._forget(silent, f"silent for {self._config.client_grace_s} s")
         if self.watch.alone(len(self._sessions), now):
-            self.stop("no client was there for too long")
-        self._tracker.tend(self._engine_status, self._engine.version)
+            self.stop("no client was connected for too long")
+        self._running.tracker.tend(self._engine_status, self._engine.version)
 
     def _engine_status(self) -> dict[str, Any]:
         return {**with_parked(self._engine.status(), self._running.parked), "loop": self.watch.status()}
@@ -327,7 +300,7 @@ class Service:
         return {
             **self._engine_status(),
             "digest": self._engine.weights.digest,
-            "metrics": self._tracker.row,
+            "metrics": self._running.tracker.row,
             "service": {
                 "endpoint": self.endpoint,
                 "incarnation": self.incarnation,
@@ -343,7 +316,7 @@ class Service:
 
     def _close(self, reason: str, silent: bool) -> None:
         """silent: leave groups and sessions to the next process, and do not notify clients."""
-        deadline = self._clock() + self._linger_s
+        deadline = self._clock() + self._timing.linger_s
         try:
             if not silent:
                 in_time = lambda: self._clock() < deadline  # noqa: E731
@@ -352,8 +325,49 @@ class Service:
         finally:
             self._refreshes.close()
             self._transport.close(max(0.1, deadline - self._clock()))
-            self._tracker.close(self._engine_status)
+            self._running.tracker.close(self._engine_status)
             self._persistence.close(None if silent else to_store(self._engine, self._persistence))
+
+
+def open_service(
+    engine: EngineLike,
+    config: ServiceConfig | None = None,
+    *,
+    transport: ServiceTransport | None = None,
+    journal: Journal | None = None,
+    tracker: Tracker | None = None,
+    timing: ServiceTiming | None = None,
+    send_limits: SendLimits | None = None,
+) -> Service:
+    """Bind the address of a service, restore its journal, and return the service, ready to `run`.
+
+    Example:
+        service = open_service(engine, ServiceConfig(endpoint="tcp://127.0.0.1:*"))
+        print(service.endpoint)
+        service.run()
+
+    Args:
+        config: `endpoint` is tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any
+            tcp://HOST:PORT. `journal` and `exit_when_stalled_s` are not read.
+        transport: replaces the endpoint and the keys of `config`, e.g. `rollout.transport.loopback.LoopbackService()`.
+        journal: stores sessions so that they survive the process; closed with the service.
+        tracker: records the metrics; closed with the service.
+        timing, send_limits: durations of the loop; sizes of messages to a client.
+
+    Raises:
+        ValueError: other hosts can reach the address and there are no keys, or it cannot be bound.
+        InputError: the journal is damaged.
+    """
+    config, timing = config or ServiceConfig(), timing or ServiceTiming()
+    transport = transport if transport is not None else ServiceEnd(config.endpoint, engine.limits, config.keys)
+    persistence = Persistence() if journal is None else journal
+    sessions = Sessions(engine.limits.max_clients, persistence, send_limits or SendLimits(), timing.clock)
+    tracker = tracker if tracker is not None else Tracker()
+    groups = EngineGroups(engine, tracker, config.max_outbox_bytes, timing.clock)
+    service = Service(groups, sessions, transport, config, timing)
+    if journal is not None:
+        restore(journal, sessions, groups, engine)
+    return service
 
 
 def end_groups(running: EngineGroups, sessions: Sessions, transport: ServiceTransport, in_time: Callable[[], bool]) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 from rollout.engine.types import Limits
 from rollout.logs import logger
-from rollout.service.access import Access
-from rollout.service.running import described
+from rollout.service.engine_groups import described
 from rollout.service.session import Sessions
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, ProtocolError, RolloutError
@@ -25,8 +24,7 @@ class Receiver:
     """The receiving side of the service's loop.
 
     Args:
-        access: checks keys and roles before a message is handled.
-        handle: called with each valid message.
+        handle: called with each message of this protocol.
         clock: seconds, monotonic.
     """
 
@@ -34,7 +32,6 @@ class Receiver:
         self,
         transport: ServiceTransport,
         limits: Limits,
-        access: Access,
         sessions: Sessions,
         handle: Handle,
         clock: Callable[[], float] = time.monotonic,
@@ -45,7 +42,6 @@ class Receiver:
         """of these, frames that are no message of this protocol"""
         self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, limits)
         self._transport = transport
-        self._access = access
         self._sessions = sessions
         self._handle = handle
         self._clock = clock
@@ -84,11 +80,10 @@ class Receiver:
         try:
             try:
                 message = self._decoder.unpack(frames)
-            except RolloutError:
+            except ProtocolError:
                 self.malformed += 1
                 raise
             request_id = getattr(message, "request_id", None)
-            self._access.check(peer, message)
             self._handle(peer, message)
         except RolloutError as error:
             self._refuse(peer, error, request_id)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.engine.types import Adapter, Refreshed
+from rollout.engine.types import Adapter, Refreshed, TensorInfo, WeightUpdate
 from rollout.engine.types import BaseMismatch as OtherBase
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, StagingLike
@@ -47,7 +47,7 @@ class RefreshTiming:
     """Durations of refreshes, in seconds."""
 
     slice_s: float = 0.1
-    """longest time that staging holds up the loop at once"""
+    """longest time that staging delays the loop at once"""
     busy_ratio: float = 0.25
     """most of the time that staging takes while groups run"""
     gone_s: float = 1.0
@@ -226,7 +226,7 @@ class Refreshes:
             elif isinstance(message, m.Abandon):
                 session.reply(pack(m.Done(message.request_id)))
             else:
-                raise WeightsRefused("no such refresh: its lease ran out, or the service has forgotten it")
+                raise WeightsRefused("no such refresh: its lease ran out, or it ended too long ago")
             return
         push.last_received_at = now
         match message:
@@ -243,8 +243,8 @@ class Refreshes:
                 push.reply(m.Done(message.request_id))
 
     def work(self, now: float, busy: bool) -> None:
-        """Work for a time slice: read the live weights for those who asked, stage, commit once everything is staged, and end an
-        expired lease. Called between two steps; now: of the leases; busy: whether groups run."""
+        """Work for a time slice: read the live weights for waiting requests, stage, commit once everything is staged, and end
+        an expired lease. Called between two steps; now: of the leases; busy: whether groups run."""
         if self._reader or self._export:
             self._slices.run(busy, self._read)
         push = self._open
@@ -295,8 +295,8 @@ class Refreshes:
         self._export.discard()
 
     def ask_status(self, session: Session, request: m.WeightsRequest | m.Share) -> None:
-        """Reply with the live version, and what is staged by whom. With `verify` the live bytes are read and hashed, and for
-        Share they are copied; both take time slices, and the reply comes later. Raises Busy, InvalidRequest."""
+        """Reply with the live version, and the open refresh and its owner. With `verify` the live bytes are read and hashed,
+        and for Share they are copied; both take time slices, and the reply comes later. Raises Busy, InvalidRequest."""
         if isinstance(request, m.Share):
             return self._export.ask(session, request.request_id)
 
@@ -327,9 +327,7 @@ class Refreshes:
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
         manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
         try:
-            staging = self._engine.stage(
-                manifest, version=begin.version, partial=begin.partial, **stage_options(begin, self._engine)
-            )
+            staging = self._engine.stage(update_of(begin, manifest, self._engine))
         except Exception as error:
             raise _typed(error) from None
         try:
@@ -430,13 +428,11 @@ def described(engine: EngineLike, push: OngoingRefresh | None, last: Refreshed |
     }
 
 
-def stage_options(begin: m.Begin, engine: EngineLike) -> dict[str, Any]:
-    """Return options of `Engine.stage`: LoRA factors, and whether the payload is on the model's device."""
+def update_of(begin: m.Begin, manifest: list[TensorInfo], engine: EngineLike) -> WeightUpdate:
+    """Return what a Begin asks the engine to stage."""
+    adapter = None if begin.adapter is None else Adapter(begin.base, unpack_targets(begin.adapter, engine.weights.names))
     on_device = begin.offer.on_device and engine.model.device is not None
-    options: dict[str, Any] = {"on_device": True} if on_device else {}
-    if begin.adapter is not None:
-        options["adapter"] = Adapter(begin.base, unpack_targets(begin.adapter, engine.weights.names))
-    return options
+    return WeightUpdate(manifest, begin.version, begin.partial, adapter, on_device)
 
 
 def check_commit(commit: m.Commit, manifest_digest: str) -> None:

@@ -1,4 +1,4 @@
-"""Restores sessions and groups from the journal when a service starts.
+"""Restores sessions and groups from the journal when a service starts again.
 
 JournaledGroup → AcceptedGroup in its session, with its unacknowledged samples → parked until its weights are live → engine
 """
@@ -11,12 +11,12 @@ import msgspec
 
 from rollout.engine.types import FinishReason, Group, Limits, Sample
 from rollout.logs import logger
-from rollout.service.admission import checked_group
 from rollout.service.engine_api import EngineLike
+from rollout.service.engine_groups import EngineGroups, ParkedGroup
 from rollout.service.group_names import number_of
 from rollout.service.journal import Journal, JournaledGroup
-from rollout.service.running import EngineGroups, ParkedGroup
 from rollout.service.session import AcceptedGroup, Session, Sessions
+from rollout.service.validation import checked_group
 from rollout.transport import messages as m
 from rollout.transport.columns import unpack_samples
 from rollout.transport.errors import RolloutError
@@ -29,18 +29,18 @@ UNLIMITED = Limits(max_header_bytes=1 << 40, max_frame_bytes=1 << 40, max_frames
 """for messages of the journal, which were checked when they were received; as groups they are checked again"""
 
 
-def restore(journal: Journal, sessions: Sessions, running: EngineGroups, engine: EngineLike, limits: Limits) -> None:
+def restore(journal: Journal, sessions: Sessions, running: EngineGroups, engine: EngineLike) -> None:
     """Restore sessions and groups; versions continue from the journal's. A group that the present configuration refuses is
     dropped: its client submits it again and gets the reason. Raises InputError for a damaged journal."""
     engine.weights.before = journal.weights
     for session in journal.sessions():
-        sessions.restore(session.key, session.id, session.name, session.number)
+        sessions.restore(session)
     groups, samples = 0, 0
     for group in journal.groups():
         with journal.reading(f"table groups, row {group.engine_id!r}"):
             owner, submit = session_of(sessions, group), submit_of(group)
         try:
-            whole = checked_group(submit, group.engine_id, None, limits, engine.vocab_size, engine.context)
+            whole = checked_group(submit, group.engine_id, None, engine.limits, engine.vocab_size, engine.context)
         except RolloutError as error:
             journal.dropped(group.engine_id)
             log.warning("group of the journal refused engine_id=%s reason=%r", group.engine_id, error.message)

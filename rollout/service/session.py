@@ -23,7 +23,7 @@ from rollout.engine.types import Sample, no_tokens
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import GroupNames
-from rollout.service.journal import Persistence
+from rollout.service.journal import Persistence, SessionIdentity
 from rollout.service.streaming import MOST_TOKENS, Streaming
 from rollout.transport.columns import pack_samples
 from rollout.transport.errors import Busy
@@ -61,7 +61,7 @@ class GroupStatus(Enum):
 
     RUNNING = "in the engine, or parked until its weights are live"
     ABORTING = "aborted; the client gets the samples"
-    DROPPED = "aborted; nobody gets the samples"
+    DROPPED = "aborted; the samples are dropped"
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class AcceptedGroup:
     unacked: dict[int, UnackedSample] = field(default_factory=dict)
     """finished children by index, until they are acknowledged"""
     status: GroupStatus = GroupStatus.RUNNING
-    """written by `rollout.service.running`"""
+    """written by `rollout.service.engine_groups`"""
 
     @property
     def n(self) -> int:
@@ -109,9 +109,6 @@ class Session:
     """Messages, groups and samples of one client.
 
     Args:
-        id: chosen by the client.
-        number: counts the sessions of the service.
-        key: public key of the client; "" without keys.
         persistence: stores groups and samples; by default nothing.
         limits: how much the client is sent at once.
         clock: seconds, monotonic.
@@ -119,19 +116,13 @@ class Session:
 
     def __init__(
         self,
-        id: str,
-        name: str,
-        number: int,
-        key: str = "",
+        identity: SessionIdentity,
         persistence: Persistence | None = None,
         limits: SendLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.id = id
-        self.key = key
+        self.key, self.id, self.name, self.number = identity
         self.persistence = Persistence() if persistence is None else persistence
-        self.name = name
-        self.number = number
         self._limits = limits or SendLimits()
         self._clock = clock
         self.peer: bytes | None = None
@@ -148,7 +139,7 @@ class Session:
         self._reported_bytes = 0
         """how many of these the client knows of"""
         self.streaming = Streaming(self._limits.progress_tokens)
-        self.names = GroupNames(number)
+        self.names = GroupNames(self.number)
         self.groups: dict[str, AcceptedGroup] = {}
         self.samples = 0
         """sum of n over `groups`"""
@@ -349,19 +340,19 @@ class Sessions:
 
     Args:
         most: sessions at once.
-        persistence, limits, clock: of each `Session`.
+        persistence, send_limits, clock: of each `Session`.
     """
 
     def __init__(
         self,
         most: int,
-        persistence: Persistence | None = None,
-        limits: SendLimits | None = None,
+        persistence: Persistence,
+        send_limits: SendLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = most
-        self._persistence = Persistence() if persistence is None else persistence
-        self._limits = limits or SendLimits()
+        self.persistence = persistence
+        self.send_limits = send_limits
         self._clock = clock
         self._by_id: dict[tuple[str, str], Session] = {}
         self._by_peer: dict[bytes, Session] = {}
@@ -388,18 +379,19 @@ class Sessions:
             if len(self._by_id) >= self._most:
                 raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
             self._made += 1
-            self._by_id[key, id] = self._make(key, id, name, self._made)
-            self._persistence.opened(key, id, name, self._made)
+            self._make(identity := SessionIdentity(key, id, name, self._made))
+            self.persistence.opened(identity)
             log.info("client connected client=%d name=%r", self._made, name)
         return self._by_id[key, id]
 
-    def restore(self, key: str, id: str, name: str, number: int) -> None:
-        """Open a session of the journal, under its number of before the restart."""
-        self._made = max(self._made, number)
-        self._by_id[key, id] = self._make(key, id, name, number)
+    def restore(self, identity: SessionIdentity) -> None:
+        """Open a session of the journal."""
+        self._made = max(self._made, identity.number)
+        self._make(identity)
 
-    def _make(self, key: str, id: str, name: str, number: int) -> Session:
-        return Session(id, name, number, key, self._persistence, self._limits, self._clock)
+    def _make(self, identity: SessionIdentity) -> None:
+        session = Session(identity, self.persistence, self.send_limits, self._clock)
+        self._by_id[identity.key, identity.id] = session
 
     def of(self, key: str, id: str) -> Session:
         """Return the session with this key and id. Raises KeyError."""
@@ -424,7 +416,7 @@ class Sessions:
     def close(self, session: Session) -> None:
         """Forget a session."""
         del self._by_id[session.key, session.id]
-        self._persistence.closed(session.key, session.id)
+        self.persistence.closed(session.key, session.id)
         if session.peer is not None:
             del self._by_peer[session.peer]
 

@@ -45,7 +45,7 @@ class Streaming:
         """numbers of the last Progress on this connection: sent, and read by the client"""
 
     def hold(self, group_id: str, group: Group) -> None:
-        """Stream a submitted group if its sampling says so."""
+        """Stream a submitted group if its `Sampling.stream_every` is set."""
         if every := group.sampling.stream_every:
             partial = {child.index: len(child.token_ids) for child in group.partials}
             self._groups[group_id] = StreamedGroup(group.id, every, partial, partial.copy())
@@ -55,7 +55,7 @@ class Streaming:
         self._groups.pop(group_id, None)
 
     def restart(self) -> None:
-        """Start again on a new connection: it is unknown how much of the old one has arrived."""
+        """Start again on a new connection, because it is unknown how much has arrived on the old one."""
         self._sent = self._read = 0
         for streamed in self._groups.values():
             streamed.sent = streamed.partial.copy()

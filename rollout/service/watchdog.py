@@ -1,6 +1,6 @@
-"""Detects a stalled event loop.
+"""Detects a stalled event loop: a thread logs its stack, and can end the process.
 
-    loop ── at("take"), at("step"), … ──> LoopPhase <── reads ── Watchdog, a thread
+    loop ── at("receive"), at("step"), … ──> LoopPhase <── reads ── Watchdog, a thread
 
 If a phase of an iteration exceeds `stall_s`, the watchdog logs it with the stack of the loop's thread while it lasts, and the
 time is counted when it ends (`loop/stalled_s`). If it exceeds `exit_s`, the process exits and prints the stacks of all threads
@@ -20,7 +20,7 @@ from typing import Literal
 
 from rollout.logs import logger
 
-Phase = Literal["wait", "take", "refresh", "commit", "step", "send", "timers"]
+Phase = Literal["wait", "receive", "refresh", "commit", "step", "send", "timers"]
 """of an iteration. In `wait` the loop waits for messages; `commit` swaps the weights and `step` runs the engine, whose
 durations depend on the model; the other phases are the service's own work"""
 MODELS: frozenset[Phase] = frozenset({"commit", "step"})

@@ -1,5 +1,5 @@
-"""Copies the live weights to shared memory for another service on this host that needs them. Written in portions between steps,
-kept until other weights are live or all clients that asked are gone."""
+"""Copies the live weights to shared memory for another service on this host. The copy is written in portions between steps, and
+kept until other weights are live or the sessions that requested it are gone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WeightExport:
                 self.discard()
 
     def discard(self) -> None:
-        """Free the copy, when other weights are live or nobody needs it. A copy in progress starts again."""
+        """Free the copy, when other weights are live or no session needs it. A copy in progress starts again."""
         self._writing = self._answer = None
         self._answered.clear()
         self._segment.close()

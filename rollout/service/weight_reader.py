@@ -1,5 +1,5 @@
-"""Reads all bytes of the live weights between steps, in time slices, to verify their digest. Requests that arrive before a pass
-begins share it."""
+"""Verifies the digest of the live weights: reads all their bytes between steps, in time slices. Requests that arrive before a
+pass begins share it."""
 
 from __future__ import annotations
 

@@ -112,6 +112,7 @@ def test_widened_products(sizes: tuple[int, int, int], monkeypatch: pytest.Monke
     assert ((got.double() - exact).abs() <= far + 2.0**-8 * (exact.abs() + far)).all()
 
 
+@pytest.mark.long
 def test_without_avx512_bf16_is_slow() -> None:
     """As on a CPU with AVX2 alone, in a process of its own: torch reads the limit when it starts."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):

@@ -8,7 +8,7 @@ from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.counters import Counters
 from rollout.engine.scheduling.queue import RunningTable
-from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
 from rollout.engine.types import Group, Sampling
 
 
@@ -23,7 +23,7 @@ class Setting:
 
     def sequence(self, *prompt: int, **sampling: int) -> Sequence:
         group = Group("g", np.array(prompt, np.int32), Sampling(**sampling))  # type: ignore[arg-type]
-        seq = Sequence(GroupState(group, "", 0, 0, 0.0, frozenset()), 0)
+        seq = Sequence(GroupState(Submission(group, "", 0, 0, 0.0), frozenset()), 0)
         self.running.enter(seq)
         return seq
 

@@ -21,6 +21,7 @@ from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
 from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
 from rollout.engine.forward.reference import ReferenceAttention
+from tests.support.isas import best_first
 from tests.support.paged import (
     BF16,
     FP32,
@@ -66,7 +67,7 @@ def attend(
     return outputs, sums
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=best_first(HERE))
 def backend(request: pytest.FixtureRequest) -> NativeAttention:
     return NativeAttention(threads=2, isa=request.param)
 

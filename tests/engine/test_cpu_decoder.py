@@ -15,6 +15,7 @@ from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.products import plain_products
 from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
+from tests.support.isas import best_first
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -44,7 +45,7 @@ def model(name: str, dtype: torch.dtype = torch.bfloat16, **more: object) -> Pre
     return made
 
 
-@pytest.fixture(scope="module", params=here())
+@pytest.fixture(scope="module", params=best_first(here()))
 def isa(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,8 +22,18 @@ BEST = choose().isa
 native = pytest.mark.skipif(BEST == "torch", reason="no native kernels on this machine")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        ("qwen3", "float32"),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.long)
+            for name, dtype in product(("llama", "qwen2", "qwen3", "mistral"), ("bfloat16", "float32"))
+            if (name, dtype) not in [("llama", "bfloat16"), ("qwen3", "float32")]
+        ),
+    ],
+)
 def test_without_kernels_the_module_runs_and_the_batch_changes_nothing(name: str, dtype: str) -> None:
     engine, other = (tiny_engine(name, dtype, isa="torch", **ROOMY) for _ in range(2))
     assert engine.model.decoder is None

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine import memory as engine_memory  # noqa: E402
 from rollout.engine.memory import anonymous  # noqa: E402
-from rollout.engine.types import TensorInfo  # noqa: E402
+from rollout.engine.types import TensorInfo, WeightUpdate  # noqa: E402
 from rollout.engine.weights.buffers import RefreshBuffers  # noqa: E402
 from rollout.engine.weights.live import Weights  # noqa: E402
 from rollout.engine.weights.staging import Staging  # noqa: E402
@@ -65,7 +65,8 @@ def source_of(named: dict[str, torch.Tensor], piece: int = 1 << 20) -> Callable[
 
 def staged(weights: Weights, named: dict[str, torch.Tensor], sent: dict[str, torch.Tensor] | None = None) -> Staging:
     """All of the bytes are handed in; what came of them is not known yet. sent: what is handed in, if it is not `named`."""
-    staging, source = weights.begin(manifest_of(named), on_device=True), source_of(named if sent is None else sent, 1000)
+    staging = weights.stage(WeightUpdate(manifest_of(named), on_device=True))
+    source = source_of(named if sent is None else sent, 1000)
     while staging.received < staging.total:
         assert staging.feed(source)
     return staging
@@ -95,7 +96,7 @@ def test_it_is_the_refresh_that_host_memory_makes(sent: torch.dtype, driver: Hos
         assert staging.complete and len(memory.taken_rooms) == version
         assert weights.version == version - 1 and not torch.equal(live(weights)["embed"], named["embed"].to(torch.bfloat16))
         weights.commit(staging)
-        twin = other.begin(manifest_of(named))
+        twin = other.stage(WeightUpdate(manifest_of(named)))
         twin.feed_all(source_of(named))
         other.commit(twin)
         assert weights.version == version and weights.digest == other.digest == weights.live_digest()
@@ -172,7 +173,7 @@ def test_without_room_it_is_staged_in_host_memory() -> None:
 def test_closing_in_the_middle_gives_the_room_back_when_the_device_is_done() -> None:
     memory = FakeDeviceMemory()
     weights = Weights(module(), memory=memory)
-    staging, source = weights.begin(manifest_of(tensors(1)), on_device=True), source_of(tensors(1), 1000)
+    staging, source = weights.stage(WeightUpdate(manifest_of(tensors(1)), on_device=True)), source_of(tensors(1), 1000)
     staging.feed(source)
     stream = staging._stream  # type: ignore[attr-defined]
     done: list[str] = []
@@ -182,7 +183,7 @@ def test_closing_in_the_middle_gives_the_room_back_when_the_device_is_done() -> 
     staging.close()
     assert done == ["copied"] and weights._buffers.staged is None and memory.trims and not weights.staging
     assert not staging._parts
-    again = weights.begin(manifest_of(tensors(2)), on_device=True)
+    again = weights.stage(WeightUpdate(manifest_of(tensors(2)), on_device=True))
     memory.settle()
     again.close()
 

@@ -14,21 +14,10 @@ import rollout.engine.scheduling.drafts as drafts
 import rollout.engine.scheduling.output as output
 import rollout.engine.scheduling.rows as planning
 from rollout.engine.scheduling.block_tables import BlockTables
-from rollout.engine.scheduling.drafts import (
-    ENOUGH,
-    FIRST,
-    MOST_LEFT,
-    MOST_ROWS,
-    PLAIN_EVERY,
-    REMEMBERED,
-    SHARE,
-    DraftBudget,
-    Drafts,
-    StepSeconds,
-    never_falling,
-)
+from rollout.engine.scheduling.drafts import FIRST, MOST_LEFT, MOST_ROWS, PLAIN_EVERY, SHARE, DraftBudget, Drafts
 from rollout.engine.scheduling.ngrams import LONGEST, NgramIndex
 from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.step_seconds import ENOUGH, REMEMBERED, StepSeconds, non_decreasing
 from tests.support.harness import Harness, random_schedule
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 
@@ -46,40 +35,40 @@ def texts(*said: list[int], prompt: tuple[int, ...] = (50,)) -> NgramIndex:
 # ── what is guessed ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_continuation_of_the_longest_match() -> None:
     made = texts([1, 2, 3, 4, 5, 6], [9, 2, 3, 7, 7], [8, 1, 2, 3])
-    assert made.guess(made.end(2), 3) == ((4, 5, 6), 3)
-    assert made.guess(made.end(2), 2) == ((4, 5), 3)
+    assert made.draft(made.end(2), 3) == ((4, 5, 6), 3)
+    assert made.draft(made.end(2), 2) == ((4, 5), 3)
 
 
 def test_of_equal_matches_what_most_have_and_then_the_latest() -> None:
     made = texts([1, 2, 5, 6], [1, 2, 7, 8], [1, 2, 5, 9], [0, 1, 2])
-    assert made.guess(made.end(3), 3) == ((5, 9), 2)
+    assert made.draft(made.end(3), 3) == ((5, 9), 2)
 
 
 def test_prompt_and_own_text_are_looked_at() -> None:
     made = texts([7, 8], prompt=(3, 4, 5, 6, 7, 8, 9, 3, 4))
-    assert made.guess(made.end(0), 2) == ((9, 3), 2)
+    assert made.draft(made.end(0), 2) == ((9, 3), 2)
     own = texts([1, 2, 3, 1, 2])
-    assert own.guess(own.end(0), 4) == ((3, 1, 2), 2)
+    assert own.draft(own.end(0), 4) == ((3, 1, 2), 2)
 
 
 def test_where_a_pair_never_stood_the_last_token_says_what_may_follow() -> None:
     made = texts([1, 2, 3, 4], [9, 2, 3, 5], [8, 2])
-    assert made.guess(made.end(2), 3) == ((3, 5), 1)
+    assert made.draft(made.end(2), 3) == ((3, 5), 1)
     longer = texts([1, 2, 6], [2, 7], [2, 7], [8, 1, 2])
-    assert longer.guess(longer.end(3), 1) == ((6,), 2), "a longer match goes before many shorter ones"
+    assert longer.draft(longer.end(3), 1) == ((6,), 2), "a longer match goes before many shorter ones"
 
 
 def test_nothing_is_guessed_behind_what_never_stood_there() -> None:
     made = texts([1, 2, 3], [4, 5], [])
-    assert made.guess(made.end(1), 3)[0] == made.guess(made.end(2), 3)[0] == ()
-    assert NgramIndex().add(0, [], 10) == -1 and NgramIndex().guess(-1, 3)[0] == ()
+    assert made.draft(made.end(1), 3)[0] == made.draft(made.end(2), 3)[0] == ()
+    assert NgramIndex().add(0, [], 10) == -1 and NgramIndex().draft(-1, 3)[0] == ()
 
 
 def test_texts_grow_token_by_token() -> None:
     whole, grown = texts([1, 2, 3, 4, 1, 2]), texts()
     for count in range(7):
         grown.add(0, [1, 2, 3, 4, 1, 2][:count], 1000, behind=PROMPT)
-    assert grown.guess(grown.end(0), 9) == whole.guess(whole.end(0), 9) == ((3, 4, 1, 2), 2)
+    assert grown.draft(grown.end(0), 9) == whole.draft(whole.end(0), 9) == ((3, 4, 1, 2), 2)
 
 
 def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +86,14 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── when it pays ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_is_right_is_trusted_more() -> None:
     made = NgramIndex()
-    before = made.chances(3, 2)
+    before = made.acceptance(3, 2)
     for _ in range(50):
         made.learn(3, [True, False])
-    after = made.chances(3, 2)
+    after = made.acceptance(3, 2)
     assert after[0] > 0.9 > before[0] and after[1] < before[1] and len(after) == 2
     for _ in range(1000):
         made.learn(LONGEST + 3, [False])
-    assert made.chances(LONGEST, 1)[0] < 0.05, "what is longer than can be told counts with the longest"
+    assert made.acceptance(LONGEST, 1)[0] < 0.05, "what is longer than can be told counts with the longest"
 
 
 def table(took: Callable[[int], float], sizes: Iterable[int] = range(1, 65), times: int = ENOUGH) -> StepSeconds:
@@ -159,7 +148,7 @@ def test_what_guesses_may_lose_is_counted(right: int, left: float) -> None:
     account, prices = DraftBudget(), table(lambda size: 0.7 + 0.15 * size, [2, 8])
     for _ in range(4):
         account.note(2, 8, 2.0)
-        account.right(right)
+        account.accepted += right
         account.close(prices)
         account.close(prices)
     assert account.left == pytest.approx(left)
@@ -177,11 +166,11 @@ def test_nothing_is_drafted_while_nothing_may_be_lost() -> None:
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
     scheduler.drafts.seconds = table(lambda size: 0.1 + 1e-6 * size)
     likely(scheduler)
-    scheduler.drafts.account.left = -1.0
-    assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0] and scheduler.drafts.account.left > -1.0 - 1e-9
-    scheduler.drafts.account.left = 1.0
+    scheduler.drafts.budget.left = -1.0
+    assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0] and scheduler.drafts.budget.left > -1.0 - 1e-9
+    scheduler.drafts.budget.left = 1.0
     assert drafted(scheduler) > 0, "the control"
-    scheduler.drafts.seconds, scheduler.drafts.account.left = table(lambda size: 0.1 + 0.02 * size), 0.05
+    scheduler.drafts.seconds, scheduler.drafts.budget.left = table(lambda size: 0.1 + 0.02 * size), 0.05
     assert drafted(scheduler) <= 2, "as many as it can bear"
 
 
@@ -191,8 +180,8 @@ def test_noise_does_not_add_up() -> None:
     random = np.random.default_rng(0)
     known = table(lambda size: 10 + random.uniform(-1, 1), times=9).of(np.arange(1, 65))
     assert (np.diff(known) >= 0).all() and abs(known.mean() - 10) < 0.3 and known[56] - known[8] < 0.4
-    assert never_falling([1.0, 3.0, 2.0, 2.0, 5.0], [1, 1, 1, 2, 1]) == [1.0, 2.25, 2.25, 2.25, 5.0]
-    assert never_falling([4.0, 2.0], [3, 1]) == [3.5, 3.5] and never_falling([], []) == []
+    assert non_decreasing([1.0, 3.0, 2.0, 2.0, 5.0], [1, 1, 1, 2, 1]) == [1.0, 2.25, 2.25, 2.25, 5.0]
+    assert non_decreasing([4.0, 2.0], [3, 1]) == [3.5, 3.5] and non_decreasing([], []) == []
 
 
 @pytest.mark.parametrize(
@@ -208,7 +197,7 @@ def test_as_much_is_drafted_as_pays(took: Callable[[int], float], least: int, mo
     """By the table alone, no clock: all where tokens are free, nothing where each costs its share."""
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
     scheduler.drafts.seconds = table(took, [1, 2, 3, 4, 5, 6, 7, 8])
-    scheduler.drafts.account.left = 100.0
+    scheduler.drafts.budget.left = 100.0
     likely(scheduler)
     counts = [drafted(scheduler) for _ in range(3)]  # the prior's chances: 0.26, 0.34 … of a match of 2, 3 …
     assert least <= counts[0] <= most, counts
@@ -319,7 +308,7 @@ def guessing(seed: int, drafts: int) -> Harness:
 def test_schedules_with_drafts_and_without() -> None:
     """Every sample is what it must be (`Harness.finish`), and drafts save steps."""
     accepted = drafted = 0
-    for seed in range(40):
+    for seed in range(16):
         with_drafts, without = guessing(seed, 6), guessing(seed, 0)
         accepted += with_drafts.scheduler.state.counters.accepted_tokens
         drafted += with_drafts.scheduler.state.counters.drafted_tokens
@@ -328,13 +317,13 @@ def test_schedules_with_drafts_and_without() -> None:
             got = with_drafts.got[key]
             assert got.token_ids.tolist() == sample.token_ids.tolist() and got.logprobs.tolist() == sample.logprobs.tolist()
             assert got.finish_reason == sample.finish_reason
-    assert drafted > accepted > 200
+    assert drafted > accepted > 80
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_schedules_with_drafts_long() -> None:
-    for seed in range(40, 4000):
+    for seed in range(16, 4000):
         guessing(seed, 6)
 
 
@@ -387,7 +376,7 @@ def patch_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patch_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """drafts go beyond the length of a child"""
-    guess = Drafts._guess
+    guess = Drafts._draft
 
     def beyond(self: Drafts, seq: Any) -> Any:
         limit, seq.limit = seq.limit, seq.limit + 9
@@ -396,7 +385,7 @@ def patch_last(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             seq.limit = limit
 
-    monkeypatch.setattr(Drafts, "_guess", beyond)
+    monkeypatch.setattr(Drafts, "_draft", beyond)
     patch_ended(monkeypatch)
 
 
@@ -444,8 +433,8 @@ def test_groups_that_race_end_alike_with_drafts_and_without(monkeypatch: pytest.
 
 def test_the_random_schedules_draft() -> None:
     """Else they would show nothing."""
-    counted = [random_schedule(seed).scheduler.state.counters for seed in range(30)]
-    assert sum(each.drafted_tokens for each in counted) > sum(each.accepted_tokens for each in counted) > 20
+    counted = [random_schedule(seed).scheduler.state.counters for seed in range(15)]
+    assert sum(each.drafted_tokens for each in counted) > sum(each.accepted_tokens for each in counted) > 10
 
 
 def test_an_index_goes_with_its_group() -> None:

@@ -59,7 +59,7 @@ def test_n_first_tokens_differ() -> None:
     assert len({sample.token_ids[0] for sample in samples.values()}) > 5
 
 
-@pytest.mark.parametrize("n", [1, 40, 1024])
+@pytest.mark.parametrize("n", [1, 40, 200])
 def test_more_children_than_places(n: int) -> None:
     each = group("g", range(1, 10), n=n, max_tokens=3)
     samples = run(engine(max_num_seqs=8, kv_tokens=96), [each])

@@ -16,6 +16,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.forward.arithmetic import FP8, without_fp8
 from rollout.engine.kv import fp8
 from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact
@@ -77,7 +78,7 @@ def test_what_is_not_finite_is_seen_and_spoils_nothing_else(wrong: float) -> Non
 def test_what_is_stored_of_a_token_follows_from_it_alone() -> None:
     """Into memory full of other bytes, in any order, beside any others: the same block."""
     key, value = numbers(16, 4, 24), numbers(16, 4, 12)
-    pools = [PagedKV(GEOMETRY, 8, 2, 0, HostMemory()) for _ in range(2)]
+    pools = [PagedKV(GEOMETRY, PoolSizes(8, 2, 0), HostMemory()) for _ in range(2)]
     pools[1].data.fill_(0xFF)
     ways = [[torch.arange(16)], [torch.tensor([i]) for i in range(15, -1, -1)]]
     for kv, way in zip(pools, ways, strict=True):
@@ -93,14 +94,14 @@ def test_what_is_stored_of_a_token_follows_from_it_alone() -> None:
 
 
 def test_a_block_is_one_row_of_bytes() -> None:
-    kv = PagedKV(GEOMETRY, 8, 5, 2, HostMemory())
+    kv = PagedKV(GEOMETRY, PoolSizes(8, 5, 2), HostMemory())
     assert kv.block_bytes * 5 == kv.data.nbytes == 5 * 8 * 3 * 4 * (24 + 12 + 4) and kv.data[0].is_contiguous()
     assert kv.host.nbytes == 2 * kv.block_bytes and kv.data.dtype == torch.uint8
     wide = KVGeometry(30, 8, 128, torch.bfloat16)
     assert wide.bytes_per_token / wide.kept_as("fp8_e4m3").bytes_per_token == pytest.approx(1.97, abs=0.01)
     assert wide.kept_as("auto") == wide
     with pytest.raises(ValueError, match="block_size=1: a layer of a block has 6 numbers, .* a multiple of 4"):
-        PagedKV(KVGeometry(1, 1, 3, torch.float32, fp8=True), 1, 2, 0, HostMemory())
+        PagedKV(KVGeometry(1, 1, 3, torch.float32, fp8=True), PoolSizes(1, 2, 0), HostMemory())
 
 
 @pytest.fixture(scope="module")

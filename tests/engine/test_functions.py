@@ -225,7 +225,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 def test_samples_of_odd_widths_are_the_same_alone(family: tuple[str, dict[str, Any], str]) -> None:
     name, sizes, isa = family
     module = build(name, **sizes)
-    few = [group(str(i), range(20, 25 + 16 * i), n=3, max_tokens=10, seed=i, ignore_eos=True) for i in range(3)]
+    few = [group(str(i), range(20, 25 + 16 * i), n=2, max_tokens=8, seed=i, ignore_eos=True) for i in range(3)]
     crowd, one = (
         tiny_engine(model=copy.deepcopy(module), isa=isa, threads=1, **more)
         for more in ({}, {"max_num_seqs": 1, "max_batch_tokens": 17, "prefix_cache": False})

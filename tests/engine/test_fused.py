@@ -19,6 +19,7 @@ from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402
 from rollout.engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory  # noqa: E402
 from tests.support.configs import engine_config
 from tests.support.cuda_launches import launches_per_layer  # noqa: E402
@@ -101,17 +102,18 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
 
 def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
+    monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (3,))
     monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)  # takes seconds in the interpreter
     settings = engine_config(
-        device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
+        device=DEVICE, dtype="float32", attention="triton", block_size=4, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
         cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,
     )  # fmt: skip
     module = tiny("qwen3", **SMALL | {"head_dim": 16}).to(DEVICE)
     engine = Engine(settings, Model(module, "tiny"))
     assert isinstance(engine.model, Model) and isinstance(engine.model.decoder, FusedDecoder)
     assert engine.status()["computed_by"] == "FusedDecoder" and "/fused" in engine.arithmetic
-    prompt = np.arange(3, 14, dtype=np.int32)
+    prompt = np.arange(3, 9, dtype=np.int32)
 
     def assert_plain(tag: str) -> None:
         for sample in run(engine, [group(tag, prompt.tolist(), n=2, max_tokens=2, ignore_eos=True)]).values():
@@ -144,7 +146,7 @@ def test_fp8_is_stored_as_the_numbers_in_bf16_would_be() -> None:
     """K after its norm and rotation, and V: the pool in fp8 has the codes and scales of the pool in bf16."""
     fused, model = decoder(tiny("qwen3", torch.bfloat16, **SMALL | {"head_dim": 24}))
     plain = model.geometry
-    pools = [PagedKV(each, 4, 2, 0, HostMemory()) for each in (plain, plain.kept_as("fp8_e4m3"))]
+    pools = [PagedKV(each, PoolSizes(4, 2, 0), HostMemory()) for each in (plain, plain.kept_as("fp8_e4m3"))]
     for kv in pools:
         kv.data = kv.data.to(DEVICE)
     attention, rows = fused.body.layers[0].self_attn, 6
@@ -161,8 +163,9 @@ def test_fp8_is_stored_as_the_numbers_in_bf16_would_be() -> None:
         assert torch.equal(kept.scales[0][:, written], scales[:, written])
 
 
-def test_steps_of_one_token_are_served() -> None:
+def test_steps_of_one_token_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least that `max_batch_tokens` may be: what is tried at load fits there too."""
+    monkeypatch.setattr("rollout.engine.forward.self_check.TOKENS", 12)
     settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=8, kv_tokens=64, max_num_seqs=1, max_batch_tokens=1,
         cpu_offload_gib=0, cuda_graphs=False,

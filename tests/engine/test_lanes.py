@@ -13,8 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import AllSlots, Copy, Pairs, StepClaims, StreamCopies, SyncCopies
+from rollout.engine.kv.copies import ALL_SLOTS, Copy, Pairs, SlotClaims, StreamCopies, SyncCopies, step_claims
 from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.plan import Plan
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -31,8 +32,8 @@ class Work(NamedTuple):
     spans: Spans
 
     @property
-    def uses(self) -> StepClaims:
-        return StepClaims(DEVICE_BLOCKS, BLOCK, self.spans)
+    def uses(self) -> SlotClaims:
+        return step_claims(DEVICE_BLOCKS, BLOCK, self.spans)
 
     def waits_for_its_own_copies(self) -> bool:
         """True if the compute uses a slot that copies between device and host of the very same step use, not both reading."""
@@ -211,11 +212,11 @@ def test_seconds_come_when_the_device_is_done() -> None:
     cuda = FakeCuda(random.Random(0))
     lane, pools = StreamCopies(CUDA, cuda), Bytes(lambda work: cuda.current.issue(work))
     pairs = [(i, i) for i in range(4)]
-    assert lane.run(BlockCopies(offloads=pairs), pools.copy, AllSlots()) == (0, 0.0)
-    assert lane.run(BlockCopies(prefetches=pairs[:2]), pools.copy, AllSlots()) == (0, 0.0)
+    assert lane.run(BlockCopies(offloads=pairs), pools.copy, ALL_SLOTS) == (0, 0.0)
+    assert lane.run(BlockCopies(prefetches=pairs[:2]), pools.copy, ALL_SLOTS) == (0, 0.0)
     cuda.work(1000)
-    assert lane.run(BlockCopies(), pools.copy, AllSlots()) == (6, 0.5)
-    assert lane.run(BlockCopies(), pools.copy, AllSlots()) == (0, 0.0)
+    assert lane.run(BlockCopies(), pools.copy, ALL_SLOTS) == (6, 0.5)
+    assert lane.run(BlockCopies(), pools.copy, ALL_SLOTS) == (0, 0.0)
 
 
 class NoTensorByHand(TorchFunctionMode):
@@ -237,7 +238,7 @@ class Sends(HostMemory):
 def test_copies_on_the_device_make_no_host_wait() -> None:
     """Rows that are read and written by the same copies go through index tensors; these come by `Memory.send`, which pins."""
     memory = Sends()
-    kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 4, 1, memory, StreamCopies(CUDA, FakeCuda(random.Random(0))))
+    kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), PoolSizes(2, 4, 1), memory, StreamCopies(CUDA, FakeCuda(random.Random(0))))
     kv.data.copy_(torch.arange(4.0)[:, None, None, None, None, None].expand_as(kv.data))
     for pairs, sends, want in (([(0, 3)], 0, [0.0, 1.0, 2.0, 0.0]), ([(1, 2), (2, 1), (3, 0)], 1, [0.0, 2.0, 1.0, 0.0])):
         with NoTensorByHand():
@@ -253,7 +254,7 @@ def test_both_lanes_move_the_same_bytes() -> None:
     moves = BlockCopies(offloads=[(0, 1)], restores=[(0, 0)], copies=[(0, 2)], mirrors=[(2, 2)], prefetches=[(2, 1)])
     results = []
     for aside in (False, True):
-        kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 3, 3, HostMemory())
+        kv = PagedKV(KVGeometry(1, 1, 2, torch.float32), PoolSizes(2, 3, 3), HostMemory())
         kv.data.copy_(torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.data))
         kv.host.copy_(10 + torch.arange(3.0)[:, None, None, None, None, None].expand_as(kv.host))
         if aside:
@@ -262,4 +263,4 @@ def test_both_lanes_move_the_same_bytes() -> None:
         assert aside or (copied.blocks == 5 and copied.seconds > 0)
         results.append((kv.data[:, 0, 0, 0, 0, 0].tolist(), kv.host[:, 0, 0, 0, 0, 0].tolist()))
     assert results[0] == results[1] == ([10.0, 10.0, 10.0], [10.0, 0.0, 10.0])
-    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), 2, 1, 1, HostMemory()).copy_engine, SyncCopies)
+    assert isinstance(PagedKV(KVGeometry(1, 1, 2, torch.float32), PoolSizes(2, 1, 1), HostMemory()).copy_engine, SyncCopies)

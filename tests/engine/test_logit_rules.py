@@ -22,6 +22,8 @@ from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, engine, group, run, toy_logits
 from tests.support.toy_batch import one_draw
 
+pytestmark = pytest.mark.usefixtures("loads_quickly")
+
 RULES: list[dict[str, Any]] = [
     {"logit_bias": {3: 5.0, 4: -100.0}},
     {"allowed_token_ids": (2, 5, 7, 11)},

@@ -11,13 +11,15 @@ from transformers import PreTrainedModel
 from rollout.client.lora import Adapters
 from rollout.engine.config import WeightOffload
 from rollout.engine.engine import Engine
-from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
+from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo, WeightUpdate
 from rollout.engine.weights.lora import merge_into
 from rollout.engine.weights.staging import Staging, source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.broken_commit import fail_commit
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
+
+pytestmark = pytest.mark.usefixtures("loads_quickly")
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -41,7 +43,8 @@ def adapter(names: list[str], scale: float = 0.5, base: str | None = None) -> Ad
 
 def staged(engine: Engine, tensors: Named, what: Adapter) -> tuple[Staging, Any]:
     described = [describe(name, tensor) for name, tensor in tensors.items()]
-    return engine.stage([with_digest(*each) for each in described], adapter=what), source_of(data for _, data in described)
+    update = WeightUpdate([with_digest(*each) for each in described], adapter=what)
+    return engine.stage(update), source_of(data for _, data in described)
 
 
 def refresh(engine: Engine, tensors: Named, what: Adapter) -> Any:
@@ -216,7 +219,7 @@ def test_an_adapter_that_breaks_leaves_no_trace(fault: str, monkeypatch: pytest.
     refresh(engine, first, adapter([Q]))
     digest, base = engine.weights.digest, engine.weights.base.digest
     described = [describe(*each) for each in factors(tiny("llama"), [UP], 2).items()]
-    staging = engine.stage([with_digest(*each) for each in described], adapter=adapter([UP]))
+    staging = engine.stage(WeightUpdate([with_digest(*each) for each in described], adapter=adapter([UP])))
     data = [array.copy() for _, array in described]
     if fault == "flipped bit":
         data[-1][7] ^= 1
@@ -278,4 +281,4 @@ def test_an_entry_for_nothing_is_refused() -> None:
     engine = tiny_engine()
     with pytest.raises(InvalidWeights, match="more than once"):
         info = TensorInfo("x", "float32", (1,), "")
-        engine.stage([info, info], adapter=adapter([Q]))
+        engine.stage(WeightUpdate([info, info], adapter=adapter([Q])))

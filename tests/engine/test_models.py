@@ -15,6 +15,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
 from rollout.engine.forward.self_check import LoadedModel, check_model
 from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from tests.support import families
 from tests.support.equipped import equip
@@ -158,7 +159,7 @@ def test_keys_and_values_of_two_widths_survive_offload(copies_pay: None) -> None
 
 def test_the_memory_of_two_widths_is_what_is_stored() -> None:
     geometry = KVGeometry(3, 4, 24, torch.bfloat16, 12)
-    kv = PagedKV(geometry, 8, 5, 0, HostMemory())
+    kv = PagedKV(geometry, PoolSizes(8, 5, 0), HostMemory())
     assert kv.block_bytes * 5 == kv.data.nbytes == 5 * 8 * 3 * 4 * (24 + 12) * 2
 
 

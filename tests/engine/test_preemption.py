@@ -6,7 +6,7 @@ import numpy as np
 
 from rollout.engine.scheduling.fairness import over_share
 from rollout.engine.scheduling.preemption import evict_idle, offload, preempt
-from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.types import Group, Sampling
 from tests.support.configs import engine_config
@@ -24,7 +24,7 @@ class Setting:
 
     def _run(self, number: int, client: str) -> None:
         group = Group(f"g{number}", np.array([1, 2, 3, 4], np.int32), Sampling())
-        seq = Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0)
+        seq = Sequence(GroupState(Submission(group, client, number, 0, 0.0), frozenset()), 0)
         seq.blocks, seq.cached = [self.store.allocate(version=0)], 4
         self.state.table.enter(seq, self.state.config.advanced.min_run_tokens)
 

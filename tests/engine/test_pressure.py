@@ -119,15 +119,15 @@ def random_run(seed: int, interactive: bool = False) -> None:
 
 
 def test_resets_cost_a_bounded_share() -> None:
-    """80 runs, whatever the pool, the chunks, the blocks, the children and the clients."""
-    for seed in range(80):
+    """25 runs, whatever the pool, the chunks, the blocks, the children and the clients."""
+    for seed in range(25):
         random_run(seed)
 
 
 def test_clients_change_places_a_bounded_number_of_times() -> None:
-    """60 runs beside a client that comes and goes: all ends; clients stop for others at most LEVELS + 1 times for each time
+    """20 runs beside a client that comes and goes: all ends; clients stop for others at most LEVELS + 1 times for each time
     that an idle client comes, and each time no more than the pool is computed again."""
-    for seed in range(60):
+    for seed in range(20):
         random_run(seed, interactive=True)
 
 

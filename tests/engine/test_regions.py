@@ -10,6 +10,7 @@ import torch
 from rollout.engine import memory as engine_memory
 from rollout.engine.cuda.regions import MappedRegion
 from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import anonymous
 from rollout.engine.weights.live import Weights
 from tests.support.fake_device import FakeDeviceMemory
@@ -106,7 +107,7 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
     driver = HostDriver()
     memory = FakeDeviceMemory(driver)
     weights = Weights(stacked(), memory=memory)
-    kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), 4, 8, 0, memory)
+    kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), PoolSizes(4, 8, 0), memory)
     address, awake = kv.data.data_ptr(), sum(driver.mapped.values())
     for _ in range(20):
         kv.data.fill_(3)
@@ -154,5 +155,5 @@ def test_without_regions_a_nap_moves_weights() -> None:
     kept = [torch.empty(500) for _ in range(4)]  # takes the place
     weights.restore_memory()
     assert not weights.stays and len(kept) == 4
-    kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), 4, 8, 0, FakeDeviceMemory())
+    kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), PoolSizes(4, 8, 0), FakeDeviceMemory())
     assert not kv.stays

@@ -7,14 +7,14 @@ import pytest
 
 from rollout.engine.kv.block import Block
 from rollout.engine.scheduling.queue import RunningTable
-from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
 from rollout.engine.types import Group, Sampling
 from tests.support.invariants import check_table
 
 
 def sequence(number: int, blocks: list[int], client: str = "", eos: tuple[int, ...] = (0,), **sampling: float) -> Sequence:
     group = Group(f"g{number}", np.array([1, 2], np.int32), Sampling(**sampling))  # type: ignore[arg-type]
-    made = Sequence(GroupState(group, client, number, 17, 0.0, frozenset(eos)), 0)
+    made = Sequence(GroupState(Submission(group, client, number, 17, 0.0), frozenset(eos)), 0)
     made.blocks = [Block(slot, 0) for slot in blocks]
     return made
 

@@ -21,6 +21,8 @@ from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
 
+pytestmark = pytest.mark.usefixtures("loads_quickly")
+
 Samples = dict[tuple[str, int], Sample]
 OPTIONS: dict[str, dict[str, Any]] = {
     "roomy": {},

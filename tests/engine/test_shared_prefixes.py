@@ -7,14 +7,14 @@ import numpy as np
 from rollout.engine.kv.block import Block
 from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.scheduling.rows import computed_by_other, shared_prefixes
-from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence, Submission
 from rollout.engine.types import Group, Sampling
 
 
 def family(prompt: int, children: int, own_blocks: bool = False) -> list[Row]:
     """Decode rows of the children of a group; they hold the same blocks, or equal ones of their own."""
     group = Group("g", np.arange(1, prompt + 1, dtype=np.int32), Sampling(n=children))
-    state = GroupState(group, "", 0, 0, 0.0, frozenset())
+    state = GroupState(Submission(group, "", 0, 0, 0.0), frozenset())
     blocks = [Block(slot, 0) for slot in range(-(-prompt // 4))]
     rows: list[Row] = []
     for index in range(children):

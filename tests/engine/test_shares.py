@@ -11,7 +11,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, ClientCredit
 from rollout.engine.scheduling.fairness import RoundRobin
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
 from rollout.engine.types import Group, Sampling
 from tests.support.harness import TOKEN_S, Harness
 from tests.support.plans import PlanRow, commit, launch, rows, submit
@@ -134,7 +134,8 @@ def test_a_short_step_has_a_least_size() -> None:
 
 def sequences(client: str, first: int, count: int) -> list[Sequence]:
     group = Group("g", np.array([1], np.int32), Sampling())
-    return [Sequence(GroupState(group, client, number, 0, 0.0, frozenset()), 0) for number in range(first, first + count)]
+    numbers = range(first, first + count)
+    return [Sequence(GroupState(Submission(group, client, number, 0, 0.0), frozenset()), 0) for number in numbers]
 
 
 def test_sequences_take_turns_in_equal_parts_for_each_client() -> None:

@@ -10,13 +10,15 @@ import torch
 
 from rollout.engine.config import WeightOffload
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Mode
+from rollout.engine.types import Mode, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.invariants import check
 from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
+
+pytestmark = pytest.mark.usefixtures("loads_quickly")
 
 CPU = torch.device("cpu")
 
@@ -128,7 +130,7 @@ def test_orders_that_make_no_sense() -> None:
         engine.wake()
     with pytest.raises(ValueError, match="level=3: must be 1"):
         engine.sleep(3)
-    staging = engine.stage([with_digest(*describe(name, tensor)) for name, tensor in new.items()])
+    staging = engine.stage(WeightUpdate([with_digest(*describe(name, tensor)) for name, tensor in new.items()]))
     with pytest.raises(ValueError, match="a refresh is being staged"):
         engine.sleep()
     staging.close()
@@ -195,7 +197,7 @@ def test_a_refresh_into_place_that_breaks_makes_no_token(fault: str) -> None:
     data = [array.copy() for _, array in described]
     if fault == "NaN":
         data[-1].view(np.float32)[-1] = np.nan
-    staging = engine.stage([with_digest(info, array) for (info, _), array in zip(described, data, strict=True)])
+    staging = engine.stage(WeightUpdate([with_digest(info, array) for (info, _), array in zip(described, data, strict=True)]))
     if fault == "flipped bit":
         data[-1][-1] ^= 1
     source = source_of(data[: len(data) // 2] if fault == "half" else data)

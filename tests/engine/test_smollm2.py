@@ -38,17 +38,19 @@ def engine_of(module: PreTrainedModel, dtype: str) -> Engine:
     return Engine(config, Model(copy.deepcopy(module), "smollm2"))
 
 
+@pytest.mark.usefixtures("loads_quickly")
 def test_greedy_equals_generate(smollm2: Path) -> None:
     """fp32: token for token what `generate` makes, one prompt after the other; here all at once."""
     module = load_model(str(smollm2), torch.float32, HostMemory())
-    groups = prompts(smollm2, Sampling(n=1, max_tokens=8, temperature=0.0))
+    groups = prompts(smollm2, Sampling(n=1, max_tokens=4, temperature=0.0))[:2]
     samples = run(engine_of(module, "float32"), groups)
     for each in groups:
         ids = torch.from_numpy(each.prompt.astype(np.int64))[None]
-        want = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        want = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         assert want[0, ids.shape[1] :].tolist() == samples[each.id, 0].token_ids.tolist()
 
 
+@pytest.mark.long
 def test_logprobs_in_bf16(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Against a plain forward with transformers' own attention, in bf16: different rounding, the same model. The bound is twice
     what transformers shows between its own full and cached forward (4e-2)."""

@@ -224,7 +224,7 @@ def test_a_child_that_goes_on_behind_a_string_is_refused() -> None:
     ids = np.append(stopped.token_ids, np.int32(1))
     partial = PartialSample(index=0, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), weight_versions=[(0, 0)])
     e = engine()
-    with pytest.raises(ValueError, match=f"goes on behind its token {len(ids) - 2}, which completes a stop string"):
+    with pytest.raises(ValueError, match=f"has tokens after token {len(ids) - 2}, which completes a stop string"):
         e.submit(msgspec.structs.replace(asked, partials=(partial,)))
     assert not e.has_work
 
@@ -258,6 +258,4 @@ def test_through_the_service_and_from_the_models_folder(model_folder: Path) -> N
                 assert sample.token_ids.tolist() == ids[: at + len(string)]
             with pytest.raises(InvalidRequest, match="stop strings need the model's tokenizer"):
                 other.submit([5, 6], with_stops).result(60)
-            with pytest.raises(InvalidRequest, match="stop"):
-                client.submit([5, 6], msgspec.structs.replace(asked, stop=("",))).result(60)
             assert len(other.submit([5, 6], asked).result(60)) == 4

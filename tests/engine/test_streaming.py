@@ -26,6 +26,8 @@ from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
+pytestmark = pytest.mark.usefixtures("loads_quickly")
+
 CPU = torch.device("cpu")
 LAYERS = 7
 Samples = dict[tuple[str, int], Sample]
@@ -40,7 +42,12 @@ OFFLOADS = [
     (2, 1, 9),  # more slots than layers
     (7, 7, 2),
 ]
-some = pytest.mark.parametrize("offload", [(1, 1, 3), (2, 1, 1), (2, 1, 9)], ids=str)
+SOME = [(1, 1, 3), (2, 1, 1)]
+"""layers that take turns in a slot, and others that have one alone"""
+every = pytest.mark.parametrize(
+    "offload", [pytest.param(each, marks=() if each in SOME else pytest.mark.long) for each in OFFLOADS], ids=str
+)
+some = pytest.mark.parametrize("offload", [*SOME, pytest.param((2, 1, 9), marks=pytest.mark.long)], ids=str)
 
 
 def settings(offload: tuple[int, int, int]) -> WeightOffload:
@@ -85,7 +92,7 @@ def probe() -> list[Any]:
 # ── the same numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
+@every
 def test_samples_do_not_notice(offload: tuple[int, int, int], plain: Samples) -> None:
     assert same(run(an_engine(offload), groups()), plain)
 
@@ -106,7 +113,7 @@ def test_a_copy_that_is_left_out_shows(plain: Samples, monkeypatch: pytest.Monke
     assert not same(run(an_engine((2, 1, 1)), groups()), plain)
 
 
-@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
+@every
 def test_layers_are_copied_ahead_and_no_more_than_needed(
     offload: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,9 +214,9 @@ def test_slots_that_a_refresh_forgets_show(probed: list[Samples], monkeypatch: p
     assert not same(run(engine, probe()), probed[1])
 
 
-@pytest.mark.parametrize("offload", [(1, 1, 3), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("offload", [(1, 1, 3), pytest.param((2, 1, 2), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("k", [13, 64])
+@pytest.mark.parametrize("k", [pytest.param(13, marks=pytest.mark.long), 64])
 def test_a_refresh_that_fails_leaves_all_as_it_was(
     offload: tuple[int, int, int], where: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +316,7 @@ def test_memory_that_sleep_gives_back(level: int, probed: list[Samples]) -> None
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
+@every
 def test_bytes_of_the_status(offload: tuple[int, int, int], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "rollout.engine"):
         engine = an_engine(offload)
@@ -524,11 +531,18 @@ def device_runs(seed: int, graphs: bool = False, join: str = "each") -> int:
 
 
 def test_every_layer_computes_with_its_own_weights() -> None:
-    assert sum(device_runs(seed) for seed in range(150)) > 20, "copies never run beside the compute"
+    assert sum(device_runs(seed) for seed in range(40)) > 5, "copies never run beside the compute"
 
 
 def test_graphs_and_forwards_take_turns() -> None:
-    for seed in range(150):
+    for seed in range(40):
+        device_runs(seed, graphs=True)
+
+
+@pytest.mark.long
+def test_more_forwards_and_graphs() -> None:
+    for seed in range(40, 400):
+        device_runs(seed)
         device_runs(seed, graphs=True)
 
 

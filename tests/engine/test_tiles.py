@@ -72,7 +72,7 @@ def met(arrays: dict[str, np.ndarray], made: Tiles) -> list[dict[int, list[tuple
 
 def test_every_query_meets_every_chunk_once() -> None:
     shared = 0
-    for seed in range(250):
+    for seed in range(120):
         r = random.Random(seed)
         arrays, group = step(r), r.choice([1, 3, 4, 8, 71])
         chunk = chunk_tokens(BLOCK)
@@ -98,7 +98,7 @@ def test_every_query_meets_every_chunk_once() -> None:
                     places += [made.parts[token] + c for c in found[token]]
         assert len(places) == len(set(places)) and all(0 <= place < made.num_parts for place in places)
         shared += any(tokens > small for tokens in made.large[:, 1]) and made.num_parts > 0
-    assert shared > 30, "nothing was ever shared"
+    assert shared > 15, "nothing was ever shared"
 
 
 def test_a_prefix_is_read_once_for_its_group() -> None:

@@ -128,8 +128,15 @@ TREE = [(None, 0), (0, 5), (0, 5), (1, 6)]
 LENGTHS = [27, 26, 31, 33]
 
 
+def tree(name: str, shape: Shape) -> Tokens:
+    """Make the tokens that `schedule` is for."""
+    return tokens(shape, [(None, 0), (0, 3)], [19, 18]) if name == "short" else tokens(shape, TREE, LENGTHS)
+
+
 def schedule(name: str, made: Tokens) -> list[list[Row]]:
     """Steps that together compute what `whole` computes."""
+    if name == "short":
+        return [[(0, 0, 17)], [(0, 17, 1), (1, 12, 4)], [(1, 16, 2), (0, 18, 1)]]
     if name == "chunks":
         return [[(i, a, min(7, len(q) - a)) for i, q in enumerate(made.q) if a < len(q)] for a in range(0, max(LENGTHS), 7)]
     order = [0, 1, 3, 2] if name == "decode" else [2, 3, 0, 1]
@@ -140,16 +147,23 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("chunks", SMALL),
-        pytest.param("chunks", SMALL._replace(window=9), marks=pytest.mark.long),
-        pytest.param("decode", SMALL._replace(dtype=FP32), marks=pytest.mark.long),
-        ("decode", SMALL._replace(window=9)),
-        pytest.param("decode in another order", SMALL, marks=pytest.mark.long),
+        ("short", SMALL),
+        ("short", SMALL._replace(window=9, dtype=FP32)),
+        *(
+            pytest.param(name, shape, marks=pytest.mark.long)
+            for name, shape in [
+                ("chunks", SMALL),
+                ("chunks", SMALL._replace(window=9)),
+                ("decode", SMALL._replace(dtype=FP32)),
+                ("decode", SMALL._replace(window=9)),
+                ("decode in another order", SMALL),
+            ]
+        ),
     ],
 )
 def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 8)
-    made = tokens(shape, TREE, LENGTHS)
+    made = tree(name, shape)
     want = attend(backend(shape, 1), shape, made, whole(made))
     assert not any(x.isnan().any() for x in want)
     for share, programs in ((True, 6), (False, 1)):
@@ -186,12 +200,10 @@ def test_fp8_is_stored_as_the_reference_stores_it_and_read(shape: Shape) -> None
 @pytest.mark.parametrize("name", ["short", *(pytest.param(each, marks=pytest.mark.long) for each in ("chunks", "decode"))])
 def test_fp8_has_the_same_bits_in_any_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 8)
-    made = tokens(SMALL, [(None, 0), (0, 3)], [19, 18]) if name == "short" else tokens(SMALL, TREE, LENGTHS)
-    steps: list[list[Row]] = [[(0, 0, 17)], [(0, 17, 1), (1, 12, 4)], [(1, 16, 2), (0, 18, 1)]]
+    made = tree(name, SMALL)
     want = attend(backend(SMALL, 1), SMALL, made, whole(made), data=pool_in_fp8(SMALL, made.blocks))
     assert not any(x.isnan().any() for x in want)
-    steps = steps if name == "short" else schedule(name, made)
-    got = attend(backend(SMALL, 6), SMALL, made, steps, data=pool_in_fp8(SMALL, made.blocks))
+    got = attend(backend(SMALL, 6), SMALL, made, schedule(name, made), data=pool_in_fp8(SMALL, made.blocks))
     assert same_bits(want, got)
 
 
@@ -209,23 +221,23 @@ def test_the_device_converts_as_shifts_do(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_shared_prefix_is_read_through_the_first_row_alone() -> None:
     """Spoil the shared blocks in the other rows' tables: whole chunks of the prefix come from the first row's."""
     shape = Shape(q_heads=2, kv_heads=1, dim=16, block_size=8)
-    made = tokens(shape, [(None, 0), (0, 8), (0, 8)], [65, 70, 75])
-    rows: list[Row] = [(0, 64, 1), (1, 64, 6), (2, 64, 11)]
+    made = tokens(shape, [(None, 0), (0, 4), (0, 4)], [33, 36, 39])
+    rows: list[Row] = [(0, 32, 1), (1, 32, 4), (2, 32, 7)]
     one = backend(shape)
-    want = attend(one, shape, made, [[(0, 0, 64)], rows])
+    want = attend(one, shape, made, [[(0, 0, 32)], rows])
     cut = tiles.cut
 
     def spoiled(
         query_starts: np.ndarray, context_lens: np.ndarray, block_table: np.ndarray, *rest: object, **more: object
     ) -> object:
         made = cut(query_starts, context_lens, block_table, *rest, **more)  # type: ignore[arg-type]
-        block_table[1:, : 64 // shape.block_size] = 0
+        block_table[1:, : 32 // shape.block_size] = 0
         return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollout.engine.cuda.attention.cut", spoiled)
-        assert same_bits(want, attend(one, shape, made, [[(0, 0, 64)], rows]))
-        broken = attend(one, shape, made, [[(0, 0, 64)], rows], share=False)
+        assert same_bits(want, attend(one, shape, made, [[(0, 0, 32)], rows]))
+        broken = attend(one, shape, made, [[(0, 0, 32)], rows], share=False)
     assert not same_bits(want, broken)
 
 

@@ -7,13 +7,13 @@ from collections import Counter
 import numpy as np
 
 from rollout.engine.scheduling.queue import WaitingQueue
-from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
 from rollout.engine.types import Group, Sampling
 
 
 def sequence(number: int, client: str = "", started: bool = False, output: int = 0, index: int = 0) -> Sequence:
     group = Group(f"g{number}", np.array([1], np.int32), Sampling())
-    state = GroupState(group, client, number, 0, 0.0, frozenset())
+    state = GroupState(Submission(group, client, number, 0, 0.0), frozenset())
     made = Sequence(state, index)
     made.started = started
     made.output = [1] * output

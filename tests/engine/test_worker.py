@@ -19,7 +19,7 @@ from rollout.engine.forward.model import Model
 from rollout.engine.kv.block import BlockCopies
 from rollout.engine.kv.copies import Copied
 from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
-from rollout.engine.types import Tag
+from rollout.engine.types import Tag, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import describe, named_pairs, with_digest
 from rollout.engine.worker import InFlight, Worker, open_worker
@@ -63,7 +63,7 @@ def config(overlap: bool) -> EngineConfig:
 
 def refresh(worker: Worker, tensors: torch.nn.Module) -> None:
     described = [describe(name, tensor) for name, tensor in named_pairs(tensors)]
-    staging = worker.stage([with_digest(*each) for each in described])
+    staging = worker.stage(WeightUpdate([with_digest(*each) for each in described]))
     staging.feed_all(source_of(data for _, data in described))
     worker.commit(staging)
 

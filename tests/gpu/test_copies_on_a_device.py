@@ -10,6 +10,7 @@ from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import Copied, Copy, SlotClaims, StreamCopies
 from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.sizing import PoolSizes
 from tests.support.equivalence import groups
 from tests.support.on_device import DEVICE, agree, engine, needs_cuda
 from tests.support.toy import run
@@ -69,7 +70,7 @@ class Hasty(StreamCopies):
 @needs_cuda
 def test_copies_wait_for_the_compute_and_it_for_them() -> None:
     device = torch.device(DEVICE)
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), StreamCopies(device))
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), PoolSizes(16, 8, 8), CudaMemory(device), StreamCopies(device))
     assert wrong_blocks(kv) == 0
     kv.copy_engine = Hasty(device)
     assert wrong_blocks(kv) > 0
@@ -79,7 +80,10 @@ def test_copies_wait_for_the_compute_and_it_for_them() -> None:
 def test_copies_from_host_memory_do_not_hold_the_host_up() -> None:
     """Where it is not pinned, a copy waits for the device: then the compute is done when `move` returns."""
     kv = PagedKV(
-        KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(torch.device(DEVICE)), StreamCopies(torch.device(DEVICE))
+        KVGeometry(8, 4, 64, torch.float32),
+        PoolSizes(16, 8, 8),
+        CudaMemory(torch.device(DEVICE)),
+        StreamCopies(torch.device(DEVICE)),
     )
     done = torch.cuda.Event()
     torch.cuda._sleep(100 * BUSY_CYCLES)
@@ -94,7 +98,7 @@ def test_copies_from_host_memory_do_not_hold_the_host_up() -> None:
 def test_copies_run_while_the_device_computes() -> None:
     """A step that uses none of their slots is under way: they end before it does."""
     device = torch.device(DEVICE)
-    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), 16, 8, 8, CudaMemory(device), StreamCopies(device))
+    kv = PagedKV(KVGeometry(8, 4, 64, torch.float32), PoolSizes(16, 8, 8), CudaMemory(device), StreamCopies(device))
     nobody = Spans(np.zeros((0, 0), np.int32), np.zeros(0, int), np.zeros(0, int))
     kv.move(BlockCopies(), nobody)
     kv.move(BlockCopies(), nobody)

@@ -24,7 +24,7 @@ from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Limits, TensorInfo
+from rollout.engine.types import Limits, TensorInfo, WeightUpdate
 from rollout.engine.weights.device_staging import DeviceStaging
 from rollout.engine.weights.live import Weights
 from rollout.transport.errors import SourceUnreachable
@@ -111,7 +111,7 @@ def refresh(payload: Payload, manifest: list[TensorInfo], device: torch.device, 
         module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
     memory = HostMemory() if device.type == "cpu" else CudaMemory(device, device_hashes(), open_driver(device))
     weights = Weights(module, memory=memory)
-    staging = weights.begin(manifest, on_device=on_device)
+    staging = weights.stage(WeightUpdate(manifest, on_device=on_device))
     assert isinstance(staging, DeviceStaging) == on_device
     end = time.monotonic() + 60
     while not staging.complete:

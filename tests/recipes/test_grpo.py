@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.client.submission import continued_group
 from rollout.config import InputError
 from rollout.engine.types import Group, Sample, Sampling
@@ -31,11 +31,11 @@ class Client:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = copy.deepcopy(model)
         self.engine = tiny_engine(model=self.model)
-        self.handles: dict[str, Handle] = {}
+        self.handles: dict[str, OpenHandle] = {}
 
-    def submit(self, prompt: list[int], sampling: Sampling, group_id: str) -> Handle:
+    def submit(self, prompt: list[int], sampling: Sampling, group_id: str) -> OpenHandle:
         self.engine.submit(Group(group_id, np.array(prompt, np.int32), sampling))
-        self.handles[group_id] = Handle(Group(group_id, np.array(prompt, np.int32), sampling), [], b"")
+        self.handles[group_id] = OpenHandle(Group(group_id, np.array(prompt, np.int32), sampling), [], b"")
         self.run()
         return self.handles[group_id]
 
@@ -58,7 +58,7 @@ class Client:
         return SimpleNamespace(version=version, seconds=0.0, paused_seconds=0.0, bytes=2, sent_bytes=1)
 
 
-class Waited(Handle):
+class Waited(OpenHandle):
     """The rest of a group, which runs when somebody waits for it."""
 
     client: Client
@@ -75,7 +75,7 @@ class CutClient(Client):
 
     resumed = 0
 
-    def continue_samples(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> Handle:
+    def continue_samples(self, samples: list[Sample], prompt: np.ndarray, sampling: Sampling, group_id: str) -> OpenHandle:
         handle = self.handles[group_id] = Waited(continued_group(group_id, samples, prompt, sampling), [], b"")
         handle.client, self.resumed = self, self.resumed + len(samples)
         return handle
@@ -264,7 +264,7 @@ def test_the_times_table_has_one_right_answer() -> None:
 
 def test_another_data_set_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(InputError, match=r"chain_sum.*reasoning.gym.*pip install -e '\.\[grpo\]'"):
+    with pytest.raises(InputError, match=r"chain_sum.*reasoning.gym.*pip install 'rl-rollout\[reasoning-gym\]'"):
         grpo.Task(grpo.Options(task="chain_sum"), None)
     grpo.Task(grpo.Options(), None)
 

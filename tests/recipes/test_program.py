@@ -75,6 +75,8 @@ def main(options: Options) -> object:
             raise InputError("model 'x': is not there")
         case "stopped":
             raise KeyboardInterrupt
+        case "lacking":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
     raise RuntimeError("a bug")
 
 
@@ -84,6 +86,7 @@ def main(options: Options) -> object:
         ("well", 0, ""),
         ("badly", 1, ""),
         ("refused", 1, "agent: model 'x': is not there\n"),
+        ("lacking", 1, "agent: torch is not installed: pip install 'rl-rollout[serve]'\n"),
         ("stopped", 130, "agent: stopped\n"),
     ],
 )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.integrations import trl as integration
 from rollout.integrations import trl_async
@@ -33,7 +33,7 @@ class FakeClient:
         self.events: list[tuple[str, Any]] = []
         self.names: list[str] = []
         self.samplings: list[Sampling] = []
-        self.handles: list[Handle] = []
+        self.handles: list[OpenHandle] = []
         self.answers = answers
         self.reason = "stop"
         self.refuse: Exception | None = None
@@ -49,8 +49,8 @@ class FakeClient:
     def refresh_lora(self, adapter: Any, *, version: int, kv: str, via: str, timeout: float) -> None:
         self.refresh([("adapter", adapter)], version=version, kv=kv, via=via, timeout=timeout)
 
-    def submit(self, prompt: list[int], sampling: Sampling) -> Handle:
-        handle = Handle(Group(f"#{len(self.handles)}", np.array(prompt, np.int32), sampling), [], b"")
+    def submit(self, prompt: list[int], sampling: Sampling) -> OpenHandle:
+        handle = OpenHandle(Group(f"#{len(self.handles)}", np.array(prompt, np.int32), sampling), [], b"")
         self.handles.append(handle)
         self.samplings.append(sampling)
         self.events.append(("submit", (tuple(prompt), sampling.n)))
@@ -313,7 +313,7 @@ def test_stopping_cancels_what_runs() -> None:
     client = FakeClient(answers=False)
     submit = client.submit
 
-    def watched(prompt: list[int], sampling: Sampling) -> Handle:
+    def watched(prompt: list[int], sampling: Sampling) -> OpenHandle:
         handle = submit(prompt, sampling)
         handle.on_cancel = lambda handle, indices: cancelled.append(handle.group_id)
         return handle

@@ -54,7 +54,7 @@ def test_fewer_tokens_than_asked_for_are_no_result() -> None:
 
 @pytest.mark.long
 def test_both_ways_make_the_same_tokens(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
+    pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
     monkeypatch.setattr(http, "PROMPTS", 2)
     monkeypatch.setattr(http, "N", 4)
     rows = bench_rows(tmp_path, "http", model=tiny_model)

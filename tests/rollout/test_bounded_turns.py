@@ -17,7 +17,8 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.replica_set import ReplicaSet
-from rollout.service.running import EngineGroups
+from rollout.service.engine_groups import EngineGroups
+from rollout.service.journal import SessionIdentity
 from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
@@ -65,7 +66,7 @@ def sample(index: int) -> Sample:
 
 
 def test_a_client_is_sent_so_much_at_once_and_the_rest_at_once_after_the_others() -> None:
-    session = Session("s", "reads fast", 1, limits=SendLimits(batch_samples=1))
+    session = Session(SessionIdentity("", "s", "reads fast", 1), limits=SendLimits(batch_samples=1))
     session.peer = b"p"
     accepted = AcceptedGroup("g", "1.1", b"", range(1000))
     session.hold(accepted)
@@ -166,7 +167,7 @@ def test_one_message_is_taken_where_there_is_no_time_for_more() -> None:
     assert not receiver.receive(0.0, lambda: 0.0) and receiver.messages == before + 1
 
 
-def test_a_front_makes_so_many_calls_at_once() -> None:
+def test_a_router_makes_so_many_calls_at_once() -> None:
     box, made = EventQueue(), []
     for i in range(10_000):
         box.post(lambda i=i: made.append(i))  # type: ignore[misc]
@@ -189,28 +190,28 @@ def test_samples_that_come_together_count_one_by_one() -> None:
     assert not box and made == list(range(20))
 
 
-def test_a_front_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
+def test_a_router_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
     for i in range(40):
-        front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
-    assert len(front.waiting) == 40
+        router.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
+    assert len(router.waiting) == 40
     placed = counted(monkeypatch, FleetGroups, "place")
-    front.place_waiting(0.0)
+    router.place_waiting(0.0)
     assert sum(len(one.unplaced) for one in placed) <= fleet_groups.MAX_PLACED and len(placed) == 10
-    front.give_up("nobody serves")
-    assert len(front.waiting) == 30 and len(front.ended) == 2000
+    router.give_up("nobody serves")
+    assert len(router.waiting) == 30 and len(router.ended) == 2000
     for _ in range(3):
-        front.give_up("nobody serves")
-    assert not front.waiting and not front.open
+        router.give_up("nobody serves")
+    assert not router.waiting and not router.open
 
 
 def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_groups, "MAX_PLACED", 5)
-    front = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
+    router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
     for i in range(3):
-        front.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
-    front.give_up("nobody serves")
-    assert len(front.waiting) == 2
+        router.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
+    router.give_up("nobody serves")
+    assert len(router.waiting) == 2
 
 
 def test_what_was_there_at_the_start_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:

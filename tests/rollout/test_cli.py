@@ -23,10 +23,11 @@ from rollout.client.api import RolloutClient
 from rollout.commands.arguments import DESCRIPTIONS, commands
 from rollout.commands.lines import next_lines
 from rollout.commands.main import main
-from rollout.config import Config, dump
+from rollout.config import Config, ServiceConfig, dump
 from rollout.engine.cpu import isa
 from rollout.engine.types import Sampling
 from rollout.process import ServiceFailed, service_process
+from tests.support.modelless import as_python
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(400)  # most of these start processes that load a model
@@ -101,7 +102,7 @@ def test_a_child_service_ends_with_its_parent(tiny_config: Config, tmp_path: Pat
 import os, signal
 from rollout.config import load
 from rollout.process import service_process
-with service_process(load({str(tmp_path / "config.toml")!r})) as service:
+with service_process(load({str(tmp_path / "config.toml")!r}), python={str(as_python(tmp_path))!r}) as service:
     print(service.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -111,19 +112,17 @@ with service_process(load({str(tmp_path / "config.toml")!r})) as service:
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the service ended")
 
 
-def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config) -> None:
+def test_a_child_service_is_stopped_when_the_block_raises(tiny_config: Config, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        with service_process(tiny_config) as service:
+        with service_process(tiny_config, python=str(as_python(tmp_path))) as service:
             assert psutil.pid_exists(service.pid)
             raise KeyboardInterrupt
     assert not psutil.pid_exists(service.pid)
 
 
 def test_a_child_service_that_cannot_start_says_so(tmp_path: Path) -> None:
-    from rollout.engine.config import EngineConfig
-
-    with pytest.raises(ServiceFailed, match="exit status 2 before it was listening"):
-        with service_process(Config(engine=EngineConfig(model=str(tmp_path)))):
+    with pytest.raises(ServiceFailed, match="exit status 1 before it was listening"):
+        with service_process(Config(service=ServiceConfig(keys=str(tmp_path / "none.json")))):
             raise AssertionError("it is not there")
 
 
@@ -283,6 +282,7 @@ def services(parent: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored
     process = subprocess.Popen(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.client.connection import AckQueue, ConnectionState, LinkTiming
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.client.link import CallQueue
 from rollout.client.pending import OpenGroups, PendingRequests, WeightHistory
 from rollout.client.submission import check_budget, group_of, scored_group, sendable
@@ -155,7 +155,7 @@ def test_patience_is_doubled_while_messages_wait_to_be_taken() -> None:
 # the groups that are open
 
 
-def handle(name: str, n: int = 2, max_tokens: int = 10, priority: int = 0) -> Handle:
+def handle(name: str, n: int = 2, max_tokens: int = 10, priority: int = 0) -> OpenHandle:
     group = group_of(name, [5, 6], Sampling(n=n, max_tokens=max_tokens, priority=priority))
     return sendable(group, serial=1, require_version=0, limits=Limits())
 

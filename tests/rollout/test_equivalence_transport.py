@@ -14,7 +14,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group, Sample, Sampling
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.transport.loopback import LoopbackService
 from tests.support.faulty_link import Proxy
 
@@ -60,7 +60,7 @@ def in_process(make_engine: Callable[[], Engine]) -> Bits:
 
 def test_loopback(make_engine: Callable[[], Engine], in_process: Bits) -> None:
     end = LoopbackService()
-    service = Service(make_engine(), transport=end)
+    service = open_service(make_engine(), transport=end)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:

@@ -17,18 +17,20 @@ from rollout.engine.cpu.products import ExactLinear, products_of, sensitive
 from rollout.engine.types import Sample
 from rollout.exact import sample_logprobs, token_logprobs, use_exact
 from rollout.recipes.policy import logprobs as tree_logprobs
+from tests.support.isas import best_first
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
 NATIVE = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 6, "head_dim": 32, "vocab_size": 208}
 """sizes that the native decoder takes"""
-FAMILIES = [("llama", {}), ("llama", NATIVE), ("qwen2", {**NATIVE, "num_key_value_heads": 3}), ("qwen3", NATIVE)]
-FAMILIES += [("mistral", {**NATIVE, "sliding_window": 12}), ("llama-mha", {})]
+FAMILIES: list[Any] = [("llama", {}), ("qwen2", {**NATIVE, "num_key_value_heads": 3})]
+FAMILIES += [("mistral", {**NATIVE, "sliding_window": 12})]
+FAMILIES += [pytest.param(*each, marks=pytest.mark.long) for each in [("llama", NATIVE), ("qwen3", NATIVE), ("llama-mha", {})]]
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [3] * 8, list(range(20, 61))]
 DTYPES = ("bfloat16", "float32")
 
 
-@pytest.fixture(params=[*here(), "torch"])
+@pytest.fixture(params=[*best_first(here()), "torch"])
 def isa(request: pytest.FixtureRequest) -> str:
     try:
         products_of(request.param)

@@ -23,7 +23,6 @@ from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
 from rollout.engine.types import Limits, Sampling
 from rollout.service import receiver
-from rollout.service.loop import Service
 from rollout.service.session import Session
 from rollout.transport import errors as e
 from rollout.transport import sockets
@@ -33,7 +32,7 @@ from tests.support.fake_engine import FakeEngine, expected
 from tests.support.faulty_link import Proxy
 from tests.support.rubbish import rubbish
 from tests.support.waiting import until
-from tests.support.wire import serving
+from tests.support.wire import service_of, serving
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = Sampling(n=2, max_tokens=40_000)
@@ -374,7 +373,7 @@ def test_a_million_broken_messages(start: Callable[..., Process]) -> None:
 def test_the_rubbish_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, at a service that lets what decoding raises go through: it falls."""
     monkeypatch.setattr(receiver, "RolloutError", ZeroDivisionError)
-    service = Service(FakeEngine(), "tcp://127.0.0.1:*", linger_s=0.1)
+    service = service_of(FakeEngine(), "tcp://127.0.0.1:*", linger_s=0.1)
     fallen: list[BaseException] = []
 
     def run() -> None:

@@ -27,7 +27,7 @@ from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Limits, Mode, Sample, Sampling
+from rollout.engine.types import Group, Limits, Mode, Sample, Sampling, WeightUpdate
 from rollout.fleet import replica as replica_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet
@@ -40,11 +40,12 @@ from rollout.fleet.timing import Timing
 from rollout.fleet.transaction import ReplicaTransaction
 from rollout.metrics.meters import EngineMeter
 from rollout.process import service_process
+from rollout.service.journal import SessionIdentity
 from rollout.service.session import Session
 from rollout.service.weight_export import WeightExport
 from rollout.transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused
 from rollout.transport.sockets import ClientEnd, ServiceEnd
-from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, front_of, prompt, refresh, step_until
+from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, prompt, refresh, router_of, step_until
 from tests.support.fleet_chaos import FOUND, Chaos
 from tests.support.hash_engine import TENSORS, VOCAB, HashEngine, expected, manifest_of, weights_of
 from tests.support.waiting import until
@@ -104,7 +105,7 @@ def test_a_sample_does_not_know_which_replica_made_it() -> None:
         assert fleet.status()["generated_tokens"] <= 96 * 20
 
 
-def test_seeds_are_drawn_in_the_front() -> None:
+def test_seeds_are_drawn_in_the_router() -> None:
     with fleet_of(2) as (fleet, _):
         fleet.submit(group(1, seed=None))
         fleet.submit(group(2, seed=None))
@@ -113,7 +114,7 @@ def test_seeds_are_drawn_in_the_front() -> None:
         assert len({sample.seed for sample in got.values()}) == 2
 
 
-def test_clients_of_the_front_share_the_replicas() -> None:
+def test_clients_of_the_router_share_the_replicas() -> None:
     with fleet_of(1) as (fleet, threads):
         fleet.submit(group(1), client="7")
         fleet.submit(group(2), client="8")
@@ -252,7 +253,7 @@ def test_a_group_may_be_ended_before_its_turn_is_over() -> None:
 
 def test_a_client_that_leaves_takes_nothing_of_the_others_along() -> None:
     """Their groups have come in the same turns, and their samples in the same messages."""
-    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as service:
+    with fleet_of(2, step_s=0.002) as (fleet, threads), router_of(fleet) as service:
         going, staying = (RolloutClient(service.endpoint) for _ in range(2))
         with going, staying:
             mine = []
@@ -332,8 +333,8 @@ def test_what_was_streamed_outlives_a_link_that_ends_before_its_replica() -> Non
 
 
 def test_a_trainer_that_streams_sees_nothing_of_a_death() -> None:
-    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
-        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+    with fleet_of(2, step_s=0.002) as (fleet, threads), router_of(fleet) as router:
+        with RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
             handle = client.submit(prompt(1), Sampling(n=2, max_tokens=600, seed=1, stream_every=16), "g1")
             tokens: dict[int, list[int]] = {0: [], 1: []}
 
@@ -386,7 +387,7 @@ def test_a_group_that_fails_everywhere_ends_as_error() -> None:
         assert sample.finish_reason == "error" and sample.error == "scripted" and not threads.replaced
 
 
-def test_a_front_without_descriptors_connects_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_without_descriptors_connects_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on the others goes on, and the replica, which is not to blame, is not replaced."""
     with fleet_of(2, step_s=0.002) as (fleet, threads):
         fleet.submit(group(1, max_tokens=400))
@@ -490,15 +491,15 @@ def test_content_that_is_refused_is_refused_everywhere(reason: str) -> None:
         assert refresh(fleet, 1).version == 1, "nothing is left of it"
 
 
-def test_a_front_refuses_what_it_can_tell_by_itself() -> None:
+def test_a_router_refuses_what_it_can_tell_by_itself() -> None:
     with fleet_of(1) as (fleet, _):
         with pytest.raises(WeightsRefused, match="versions only grow"):
-            fleet.stage(manifest_of(weights_of(1)), version=0)
+            fleet.stage(WeightUpdate(manifest_of(weights_of(1)), version=0))
         with pytest.raises(WeightsRefused, match="the model has"):
-            fleet.stage(manifest_of({"w0": np.zeros(10_000_000, np.float32)}))
-        staging = fleet.stage(manifest_of(weights_of(1)))
+            fleet.stage(WeightUpdate(manifest_of({"w0": np.zeros(10_000_000, np.float32)})))
+        staging = fleet.stage(WeightUpdate(manifest_of(weights_of(1))))
         with pytest.raises(Busy):
-            fleet.stage(manifest_of(weights_of(1)))
+            fleet.stage(WeightUpdate(manifest_of(weights_of(1))))
         staging.close()
         step_until(fleet, lambda: not fleet.weights.staging)
 
@@ -529,7 +530,7 @@ def test_pushes_that_have_ended_hold_no_memory(refused: bool) -> None:
             whole = weights_of(version)
             other = {"of another model": np.zeros(1000 * version, np.float32)}
             weights = whole | other if refused else dict(list(whole.items())[:version])
-            ended.append(fleet.stage(manifest_of(weights), version=version, partial=not refused))
+            ended.append(fleet.stage(WeightUpdate(manifest_of(weights), version=version, partial=not refused)))
             with pytest.raises(WeightsRefused) if refused else nullcontext():
                 refresh(fleet, version, weights, staging=ended[-1])
             step_until(fleet, lambda: not fleet.weights.staging)
@@ -551,11 +552,11 @@ def weight_maps() -> set[str]:
     return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:rollout-weights" in line}
 
 
-def test_a_front_has_no_weights_to_share() -> None:
+def test_a_router_has_no_weights_to_share() -> None:
     with fleet_of(1) as (fleet, _):
         sharing = WeightExport(fleet)
         with pytest.raises(InvalidRequest, match="ask one of its replicas"):
-            sharing.ask(Session("session", "a client", 1), 7)
+            sharing.ask(Session(SessionIdentity("", "session", "a client", 1)), 7)
         assert not sharing
 
 
@@ -576,7 +577,7 @@ def test_a_commit_without_prepare_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_replica_that_dies_drops_out_of_a_refresh_and_comes_back_with_it() -> None:
     with fleet_of(3) as (fleet, threads):
-        staging = fleet.stage(manifest_of(weights_of(1)), version=1)
+        staging = fleet.stage(WeightUpdate(manifest_of(weights_of(1)), version=1))
         threads.die("r1")
         refresh(fleet, 1, staging=staging)
         step_until(fleet, lambda: states(fleet) == ["serving"] * 3, "it has the live weights")
@@ -620,7 +621,7 @@ def test_a_replica_with_stale_weights_is_noticed() -> None:
 
 
 def test_a_replica_that_loses_its_weights_is_given_no_group_silently() -> None:
-    """It refuses the group, since the front requires the live version, and is replaced."""
+    """It refuses the group, since the router requires the live version, and is replaced."""
     with fleet_of(2) as (fleet, threads):
         refresh(fleet, 1)
         threads.engines["r0"].version = 0
@@ -668,7 +669,7 @@ def test_sleep_and_wake_are_of_all() -> None:
         assert fleet.sleep(1) == 2000 and fleet.mode is Mode.ASLEEP
         assert {engine.mode for engine in threads.engines.values()} == {Mode.ASLEEP}
         with pytest.raises(ValueError, match="asleep"):
-            fleet.stage(manifest_of(weights_of(1)))
+            fleet.stage(WeightUpdate(manifest_of(weights_of(1))))
         fleet.wake()
         assert {engine.mode for engine in threads.engines.values()} == {Mode.RUNNING}
         with pytest.raises(ValueError, match="nothing is asleep"):
@@ -706,8 +707,8 @@ def test_fewer_and_more_replicas() -> None:
 
 
 def test_all_are_restarted_in_turn_and_nothing_is_lost() -> None:
-    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
-        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+    with fleet_of(2, step_s=0.002) as (fleet, threads), router_of(fleet) as router:
+        with RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
             handles = [client.submit(prompt(i), Sampling(n=2, max_tokens=800, seed=i), f"g{i}") for i in range(4)]
             client.change_replicas("roll")
             for handle in handles:
@@ -727,7 +728,7 @@ def test_a_service_with_one_engine_has_no_replicas() -> None:
             client.change_replicas("roll")
 
 
-# through the front's service
+# through the router's service
 
 
 def test_clients_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -735,8 +736,8 @@ def test_clients_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     import torch
 
     caplog.set_level(logging.ERROR)
-    with fleet_of(2, step_s=0.002) as (fleet, threads), front_of(fleet) as front:
-        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+    with fleet_of(2, step_s=0.002) as (fleet, threads), router_of(fleet) as router:
+        with RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
             named = {name: torch.from_numpy(values) for name, values in weights_of(1).items()}
             for via in ("shm", "inline"):
                 assert client.refresh(named, version=fleet.version + 1, via=via, timeout=WAIT).via == via
@@ -770,9 +771,10 @@ def test_a_state_is_written_where_it_is_drawn() -> None:
 # the commands
 
 
-def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
-    """As a user runs it, with a real model: two replicas make what one engine makes, one of them killed and back with weights
-    that were refreshed meanwhile. The front has no torch."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_serve_replicas(tiny_config: Config, tmp_path: Path, killed: bool) -> None:
+    """As a user runs it, with a real model: two replicas make what one engine makes, over a refresh. The router has no torch.
+    killed: one of them is, and is back with the weights that were refreshed meanwhile; hash engines show that as well."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -791,11 +793,11 @@ def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
         client.refresh(new, timeout=WAIT)
         after = told(client)
     config = msgspec.structs.replace(tiny_config, fleet=FleetConfig(replicas=2))
-    with service_process(config) as front, RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
-        assert "libtorch" not in Path(f"/proc/{front.pid}/maps").read_text()
+    with service_process(config) as router, RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
+        assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text()
         assert told(client) == before
-        victim = client.status()["replicas"][0]["pid"]
-        os.kill(victim, signal.SIGKILL)
+        if killed:
+            os.kill(client.status()["replicas"][0]["pid"], signal.SIGKILL)
         client.refresh(new, timeout=WAIT)
         assert told(client) == after
         until(lambda: client.status()["fleet"]["serving"] == 2, "it is back", 2 * WAIT)
@@ -804,7 +806,7 @@ def test_serve_replicas(tiny_config: Config, tmp_path: Path) -> None:
         child = View("x")
         child.add(client.status(), 0.0)
         assert child.render()
-    until(lambda: not any(map(psutil.pid_exists, pids)), "the replicas have ended with the front")
+    until(lambda: not any(map(psutil.pid_exists, pids)), "the replicas have ended with the router")
 
 
 def test_a_process_that_ends_before_it_listens_ends_the_start() -> None:
@@ -833,7 +835,7 @@ def test_a_host_is_divided() -> None:
 
 
 def test_a_short_chaos() -> None:
-    found = Chaos(seed=1, replicas=4, front_lives_s=(1.0, 1.5)).run(4.0)
+    found = Chaos(seed=1, replicas=4, router_lives_s=(1.0, 1.5)).run(4.0)
     print(json.dumps(found))
     assert not any(found[name] for name in FOUND), found
     assert found["kills"] and found["router_kills"] and found["refreshes"] and found["samples"] > 100
@@ -862,8 +864,8 @@ def test_a_long_chaos() -> None:
     assert found["kills"] >= 60 and found["stops"] >= 20 and found["cuts"] >= 20 and found["router_kills"] >= 10
 
 
-def test_the_metrics_of_a_front_are_those_of_the_table() -> None:
-    with fleet_of(1) as (fleet, _), front_of(fleet):
+def test_the_metrics_of_a_router_are_those_of_the_table() -> None:
+    with fleet_of(1) as (fleet, _), router_of(fleet):
         meter = EngineMeter(30.0)
         meter.add(fleet.status(), 0.0)
         emitted = {name for name in meter.row() if name.startswith("fleet/")}

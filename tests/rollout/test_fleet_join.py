@@ -74,13 +74,13 @@ def test_replicas_join_with_keys_die_and_come_back(tmp_path: Path) -> None:
         assert joined.replica("b")["why"] in ("it has stopped", "the service is closing: stopped")
 
 
-def test_nobody_but_the_front_gets_into_a_replica(tmp_path: Path) -> None:
+def test_nobody_but_the_router_gets_into_a_replica(tmp_path: Path) -> None:
     with joined_fleet(tmp_path, "a") as joined:
         known = joined.joins._known["a"].join
         assert known.server and known.address.startswith("tcp://127.0.0.1:")
         with pytest.raises(ServiceLost):
             RolloutClient(known.address, connect_timeout_s=1.0)
-        mine = files.read_client(joined.folder / "a.json")  # type: ignore[operator]  the replica's own key is none of the front's
+        mine = files.read_client(joined.folder / "a.json")  # type: ignore[operator]  the replica's own key is none of the router's
         stranger = tmp_path / "stranger.json"
         fields = files.ClientKeys(1, known.address, known.server, "a", mine.public, mine.secret)
         files._write(stranger, fields, replace=False)
@@ -100,7 +100,7 @@ def test_a_key_that_is_revoked_is_no_replica_s(tmp_path: Path) -> None:
 TIMING = Timing()
 
 
-class Front:
+class Router:
     """The end where replicas join, and replicas of somebody's own making."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -142,15 +142,15 @@ class Front:
 
 
 @pytest.fixture
-def front() -> Iterator[Front]:
-    one = Front(None)
+def router() -> Iterator[Router]:
+    one = Router(None)
     yield one
     one.close()
 
 
 @pytest.fixture
-def keyed_front(tmp_path: Path) -> Iterator[Front]:
-    one = Front(tmp_path)
+def keyed_router(tmp_path: Path) -> Iterator[Router]:
+    one = Router(tmp_path)
     yield one
     one.close()
 
@@ -168,86 +168,86 @@ def join(name: str = "a", **fields: Any) -> m.Join:
     )
 
 
-def test_who_may_join_a_front_with_keys(keyed_front: Front) -> None:
-    server = files.read_service(keyed_front.file).public  # type: ignore[arg-type]  any key will do
-    trainer = keyed_front.dealer("rollout", "weights", "admin", "read")
-    assert keyed_front.ask(trainer, join(server=server)) == "forbidden"
-    replica = keyed_front.dealer("replica")
-    assert keyed_front.ask(replica, join(server="")) == "invalid_request", "its link would be in clear"
-    assert keyed_front.ask(replica, join(server="x" * 39)) == "invalid_request"
-    assert not keyed_front.events
+def test_who_may_join_a_router_with_keys(keyed_router: Router) -> None:
+    server = files.read_service(keyed_router.file).public  # type: ignore[arg-type]  any key will do
+    trainer = keyed_router.dealer("rollout", "weights", "admin", "read")
+    assert keyed_router.ask(trainer, join(server=server)) == "forbidden"
+    replica = keyed_router.dealer("replica")
+    assert keyed_router.ask(replica, join(server="")) == "invalid_request", "its link would be in clear"
+    assert keyed_router.ask(replica, join(server="x" * 39)) == "invalid_request"
+    assert not keyed_router.events
     mine = join(server=server)
-    assert keyed_front.ask(replica, mine) == m.Joined() and keyed_front.events == [("a", True, False)]
-    other = keyed_front.dealer("replica")
-    assert keyed_front.ask(other, mine) == "busy", "a name belongs to the key that has it"
-    assert keyed_front.ask(other, m.Leave("a", mine.incarnation)) == m.Joined()
-    assert keyed_front.events == [("a", True, False)], "and nobody else says that it has left"
-    nobody = keyed_front.dealer()
+    assert keyed_router.ask(replica, mine) == m.Joined() and keyed_router.events == [("a", True, False)]
+    other = keyed_router.dealer("replica")
+    assert keyed_router.ask(other, mine) == "busy", "a name belongs to the key that has it"
+    assert keyed_router.ask(other, m.Leave("a", mine.incarnation)) == m.Joined()
+    assert keyed_router.events == [("a", True, False)], "and nobody else says that it has left"
+    nobody = keyed_router.dealer()
     nobody.send(join("b", server=server))
-    keyed_front.ask(replica, mine)
-    assert not nobody.receive(0.3) and len(keyed_front.events) == 1
+    keyed_router.ask(replica, mine)
+    assert not nobody.receive(0.3) and len(keyed_router.events) == 1
 
 
-def test_who_may_join_a_front_without_keys(front: Front) -> None:
-    dealer = front.dealer()
-    assert front.ask(dealer, join(address="tcp://10.0.0.7:5")) == "invalid_request", "another host, in clear"
-    assert front.ask(dealer, join(address="rubbish")) == "invalid_request"
-    assert front.ask(dealer, join(server="k" * 40)) == "invalid_request"
-    assert front.ask(dealer, join(protocol=m.PROTOCOL + 1)) == "version_mismatch"
+def test_who_may_join_a_router_without_keys(router: Router) -> None:
+    dealer = router.dealer()
+    assert router.ask(dealer, join(address="tcp://10.0.0.7:5")) == "invalid_request", "another host, in clear"
+    assert router.ask(dealer, join(address="rubbish")) == "invalid_request"
+    assert router.ask(dealer, join(server="k" * 40)) == "invalid_request"
+    assert router.ask(dealer, join(protocol=m.PROTOCOL + 1)) == "version_mismatch"
     for name in ("", "7", "-x", "a b", "x" * 65):
-        assert front.ask(dealer, join(name)) == "protocol_error", name
+        assert router.ask(dealer, join(name)) == "protocol_error", name
     dealer.sock.send_multipart([b"rubbish"])
-    assert front.ask(dealer, join("b"))  # its answer, or that to the rubbish
+    assert router.ask(dealer, join("b"))  # its answer, or that to the rubbish
     with pytest.raises(ValueError, match="can be reached from other hosts"):
         ServiceEnd("tcp://0.0.0.0:*", Limits())
 
 
-def test_a_name_has_one_process(front: Front) -> None:
-    first, second, one, other = front.dealer(), front.dealer(), join(), join()
-    assert front.ask(first, one) == m.Joined()
-    assert front.ask(second, other) == "busy"
-    front.now += TIMING.silent_s
-    assert front.ask(second, other) == m.Joined()
-    assert front.events == [("a", True, False), ("a", False, False), ("a", True, False)], "the first one was lost in between"
-    assert front.ask(second, m.Leave("a", other.incarnation)) == m.Joined()
-    assert front.ask(first, one) == m.Joined() and len(front.joins.names) == 1
-    assert front.events[3:] == [("a", False, False), ("a", True, False)], "who leaves makes room at once"
+def test_a_name_has_one_process(router: Router) -> None:
+    first, second, one, other = router.dealer(), router.dealer(), join(), join()
+    assert router.ask(first, one) == m.Joined()
+    assert router.ask(second, other) == "busy"
+    router.now += TIMING.silent_s
+    assert router.ask(second, other) == m.Joined()
+    assert router.events == [("a", True, False), ("a", False, False), ("a", True, False)], "the first one was lost in between"
+    assert router.ask(second, m.Leave("a", other.incarnation)) == m.Joined()
+    assert router.ask(first, one) == m.Joined() and len(router.joins.names) == 1
+    assert router.events[3:] == [("a", False, False), ("a", True, False)], "who leaves makes room at once"
 
 
-def test_what_a_front_asks_of_those_that_joined(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    dealer, one = front.dealer(), join()
-    front.ask(dealer, one)
-    front.joins.lost("a")
-    assert front.ask(dealer, one) == m.Joined() and len(front.events) == 1, "after a pause only"
-    front.now += 0.6
-    assert front.ask(dealer, one) == m.Joined() and front.events[1:] == [("a", True, False)]
-    front.joins.lost("a", sick=True)
-    front.now += 10
-    assert front.ask(dealer, one).leave == "restart" and len(front.events) == 2
-    front.ask(dealer, m.Leave("a", one.incarnation))
+def test_what_a_router_asks_of_those_that_joined(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    dealer, one = router.dealer(), join()
+    router.ask(dealer, one)
+    router.joins.lost("a")
+    assert router.ask(dealer, one) == m.Joined() and len(router.events) == 1, "after a pause only"
+    router.now += 0.6
+    assert router.ask(dealer, one) == m.Joined() and router.events[1:] == [("a", True, False)]
+    router.joins.lost("a", sick=True)
+    router.now += 10
+    assert router.ask(dealer, one).leave == "restart" and len(router.events) == 2
+    router.ask(dealer, m.Leave("a", one.incarnation))
     again = join()
-    assert front.ask(dealer, again) == m.Joined() and front.joins.pid("a") == 3
-    front.joins.restart("a")
-    assert front.ask(dealer, again).leave == "restart"
+    assert router.ask(dealer, again) == m.Joined() and router.joins.pid("a") == 3
+    router.joins.restart("a")
+    assert router.ask(dealer, again).leave == "restart"
     with pytest.raises(ValueError, match="start more with"):
-        front.joins.scale(2)
-    assert front.joins.scale(0) == ["a"]
-    front.joins.remove("a")
-    assert front.ask(dealer, again).leave == "stop" and not front.joins.names
-    front.ask(dealer, m.Leave("a", again.incarnation))
-    assert front.events[-1] == ("a", False, True) and "a" not in front.joins
-    front.ask(dealer, again)
-    front.joins.restart("a")
-    front.ask(dealer, m.Leave("a", again.incarnation))
-    front.joins.remove("a")
-    assert front.ask(dealer, join()).leave == "stop", "who is to go goes, whichever process it is by then"
-    front.now += TIMING.silent_s + TIMING.forget_s
-    front.poll()
-    front.ask(dealer, one)
-    front.joins.lost("a")
-    front.now += TIMING.forget_s + 1
-    front.poll()
-    assert front.events[-1] == ("a", False, True) and "a" not in front.joins, "who does not come back is forgotten"
+        router.joins.scale(2)
+    assert router.joins.scale(0) == ["a"]
+    router.joins.remove("a")
+    assert router.ask(dealer, again).leave == "stop" and not router.joins.names
+    router.ask(dealer, m.Leave("a", again.incarnation))
+    assert router.events[-1] == ("a", False, True) and "a" not in router.joins
+    router.ask(dealer, again)
+    router.joins.restart("a")
+    router.ask(dealer, m.Leave("a", again.incarnation))
+    router.joins.remove("a")
+    assert router.ask(dealer, join()).leave == "stop", "who is to go goes, whichever process it is by then"
+    router.now += TIMING.silent_s + TIMING.forget_s
+    router.poll()
+    router.ask(dealer, one)
+    router.joins.lost("a")
+    router.now += TIMING.forget_s + 1
+    router.poll()
+    assert router.events[-1] == ("a", False, True) and "a" not in router.joins, "who does not come back is forgotten"
 
 
 def test_the_router_s_own_processes_have_an_address_and_names_of_their_own() -> None:
@@ -303,8 +303,8 @@ def test_scale_drain_and_roll() -> None:
         check(collect(fleet, 4).values())
 
 
-def test_replicas_join_the_next_front(tmp_path: Path) -> None:
-    """A front that ends leaves them: they join whoever listens there afterwards, with the weights that they have."""
+def test_replicas_join_the_next_router(tmp_path: Path) -> None:
+    """A router that ends leaves them: they join whoever listens there afterwards, with the weights that they have."""
     first = JoinedFleet(None)
     second: JoinedFleet | None = None
     try:
@@ -334,7 +334,7 @@ def test_a_message_of_a_replica_is_small() -> None:
 
 @pytest.mark.long
 def test_serve_listen_replicas_and_join(tiny_config: Config, tmp_path: Path) -> None:
-    """As a user runs it, with a real model and keys: a front without a replica of its own, two that join it."""
+    """As a user runs it, with a real model and keys: a router without a replica of its own, two that join it."""
     file, ready = tmp_path / "service.json", tmp_path / "ready"
     port, replicas_port = free_port(), free_port()
     files.create(file, f"tcp://127.0.0.1:{port}")
@@ -342,12 +342,12 @@ def test_serve_listen_replicas_and_join(tiny_config: Config, tmp_path: Path) -> 
     files.add(file, "gpu", ("replica",), tmp_path / "gpu.json", f"tcp://127.0.0.1:{replicas_port}")
     service = msgspec.structs.replace(tiny_config.service, endpoint=f"tcp://127.0.0.1:{port}", keys=str(file))
     fleet = FleetConfig(listen_replicas=f"tcp://127.0.0.1:{replicas_port}")
-    (tmp_path / "front.toml").write_text(dump(msgspec.structs.replace(tiny_config, service=service, fleet=fleet)))
+    (tmp_path / "router.toml").write_text(dump(msgspec.structs.replace(tiny_config, service=service, fleet=fleet)))
     (tmp_path / "replica.toml").write_text(dump(tiny_config))
     serve = [sys.executable, "-m", "rollout", "serve", "--exit-on-stdin-close", "--config"]
     replica = [*serve, str(tmp_path / "replica.toml"), "--join", str(tmp_path / "gpu.json"), "--fleet.name"]
     with ExitStack() as stack:
-        front = stack.enter_context(running([*serve, str(tmp_path / "front.toml"), "--ready-file", str(ready)]))
+        router = stack.enter_context(running([*serve, str(tmp_path / "router.toml"), "--ready-file", str(ready)]))
         one, other = (stack.enter_context(running([*replica, name])) for name in ("one", "other"))
         until(ready.exists, "the first replica has joined", 2 * WAIT)
         client = stack.enter_context(RolloutClient(str(tmp_path / "trainer.json"), connect_timeout_s=WAIT))
@@ -358,8 +358,8 @@ def test_serve_listen_replicas_and_join(tiny_config: Config, tmp_path: Path) -> 
         client.change_replicas("drain", name="one")
         assert one.wait(WAIT) == 0
         assert told(client.generate_groups(*asked, timeout=WAIT)) == told(made), "a sample does not know who made it"
-        front.terminate()
-        assert front.wait(WAIT) == 0 and other.poll() is None, "it waits for the next front"
+        router.terminate()
+        assert router.wait(WAIT) == 0 and other.poll() is None, "it waits for the next router"
 
 
 def told(groups: Any) -> list[Any]:

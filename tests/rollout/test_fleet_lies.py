@@ -17,7 +17,7 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.launcher import Host, Launcher, RouterFolder
-from rollout.fleet.placement import OpenGroup
+from rollout.fleet.open_groups import OpenGroup
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.replica_status import MAX_MISSING, ProgressWatch, ReplicaStatus, read_status
 from rollout.fleet.retries import candidates
@@ -171,7 +171,7 @@ def test_a_status_that_is_none(status: dict[str, Any], why: str) -> None:
         check(collect(fleet, 4).values())
 
 
-def test_a_status_may_hold_what_the_front_does_not_know() -> None:
+def test_a_status_may_hold_what_the_router_does_not_know() -> None:
     known = {"groups": 1, "steps": 2, "generated_tokens": 3}
     assert read_status({**known, "new": [1.5, None, True, "x", {"a": {}}]}) == ReplicaStatus(1, 2, 3)
 

@@ -1,4 +1,4 @@
-"""All ways in which a fleet gets weights: adapters, differences, to replicas that share no memory with the front."""
+"""All ways in which a fleet gets weights: adapters, differences, to replicas that share no memory with the router."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout.transport import messages as m
 from rollout.transport.errors import SourceUnreachable, WeightsRefused, WrongBase
 from rollout.transport.weights.tensors import Tensors
 from tests.support.adapters import write
-from tests.support.fleet import WAIT, Threads, fleet_of, front_of, step_until
+from tests.support.fleet import WAIT, Threads, fleet_of, router_of, step_until
 from tests.support.joined import JoinedFleet, joined_fleet
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.waiting import until
@@ -41,9 +41,9 @@ def fleet_and_one() -> Iterator[tuple[Fleet, Threads, RolloutClient, RolloutClie
     """A fleet of two, a single service of the same model, and a client of each."""
     with (
         fleet_of(2, make=tiny_engine) as (fleet, threads),
-        front_of(fleet) as front,
+        router_of(fleet) as router,
         serving(tiny_engine()) as alone,
-        RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client,
+        RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client,
         RolloutClient(alone.endpoint, connect_timeout_s=WAIT) as other,
     ):
         yield fleet, threads, client, other
@@ -85,7 +85,7 @@ def moved(module: torch.nn.Module, by: float) -> torch.nn.Module:
     return module
 
 
-def test_differences_are_against_what_the_front_has_kept(tmp_path: Path) -> None:
+def test_differences_are_against_what_the_router_has_kept(tmp_path: Path) -> None:
     with fleet_and_one() as (_, threads, client, other):
         model = tiny("llama", seed=1)
         for step in range(3):
@@ -132,17 +132,17 @@ def test_a_replica_that_dies_in_the_middle_of_an_adapter_is_stale_until_it_has_i
 
 
 @pytest.mark.parametrize("via", ["gloo", "nccl", "cuda_ipc"])
-def test_what_a_front_cannot_take_is_refused_with_what_it_can(via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_router_cannot_take_is_refused_with_what_it_can(via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensors, "check_on_gpus", lambda self, via: None)  # as if there were a GPU
     monkeypatch.setattr("rollout.transport.weights.cuda_ipc.gpu_key", lambda device: "gpu:0")
-    with fleet_of(1) as (fleet, _), front_of(fleet) as front:
-        with RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+    with fleet_of(1) as (fleet, _), router_of(fleet) as router:
+        with RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
             with pytest.raises(SourceUnreachable, match="share no GPU" if via == "cuda_ipc" else 'via="inline" takes'):
                 client.refresh({f"w{i}": torch.zeros(20_000) for i in range(4)}, via=via)
             assert client.refresh({f"w{i}": torch.zeros(20_000) for i in range(4)}).via == "shm"
 
 
-# replicas that share no memory with the front
+# replicas that share no memory with the router
 
 
 def last(joined: JoinedFleet, name: str) -> Any:
@@ -154,13 +154,13 @@ def last(joined: JoinedFleet, name: str) -> Any:
     return found["digest"], found["last"]["via"]
 
 
-def test_replicas_of_other_hosts_get_the_bytes_from_the_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_of_other_hosts_get_the_bytes_from_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three is on this host; the others count as elsewhere. One of these comes when the weights are live already."""
     monkeypatch.setattr("rollout.transport.weights.inline.CHUNK_BYTES", 10_000)
     with joined_fleet(None, "here") as joined:
         joined.start("there", 0.0, "elsewhere")
         joined.await_state("there", "serving")
-        with front_of(joined.fleet) as front, RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+        with router_of(joined.fleet) as router, RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
             done = client.refresh({f"w{i}": torch.full((20_000,), 5.0 + i) for i in range(4)}, via="shm")
         joined.start("later", 0.0, "elsewhere")
         joined.await_state("later", "serving")
@@ -175,7 +175,7 @@ def test_content_that_is_refused_elsewhere_is_refused_everywhere() -> None:
     with joined_fleet(None, "here") as joined:
         joined.start("there", 0.0, "elsewhere")
         joined.await_state("there", "serving")
-        with front_of(joined.fleet) as front, RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client:
+        with router_of(joined.fleet) as router, RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client:
             bad = {f"w{i}": torch.full((20_000,), np.nan if i == 3 else 1.0) for i in range(4)}
             with pytest.raises(WeightsRefused, match="holds NaN"):
                 client.refresh(bad)

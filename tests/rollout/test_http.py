@@ -25,9 +25,9 @@ from tests.support.gateway import Gateway, gateway
 from tests.support.waiting import until
 from tests.support.wire import serving
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 PROMPT = [5, 6, 7, 8]
 LIMITS = Limits(max_n=16, max_stop_token_ids=4)
@@ -616,7 +616,7 @@ def test_what_sampling_lacks_is_refused_and_its_neutral_values_are_not(stack: St
 def running_request(stack: Stack) -> Iterator[Callable[[], httpx.Response]]:
     """A long request in a thread; the result waits for its answer."""
     answers: list[httpx.Response] = []
-    body = {"prompt": PROMPT, "max_tokens": 700, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
     thread = threading.Thread(
         target=lambda: answers.append(httpx.post(f"{stack.gateway.url}/v1/completions", json=body, timeout=120))
     )

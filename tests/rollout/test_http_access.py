@@ -14,9 +14,9 @@ from rollout.config import InputError
 from tests.support.http_stack import POST, TOKEN, Stack, raw, stack_of
 from tests.support.waiting import until
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 BODY = b'{"token_ids": [5], "sampling_params": {"max_tokens": 3, "seed": 1}}'
 

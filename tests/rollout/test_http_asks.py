@@ -18,7 +18,7 @@ from tests.support.fake_engine import FakeEngine, expected
 from tests.support.waiting import until
 from tests.support.wire import serving
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
 
 from rollout.http.requests import PromptRequest, RequestQueue  # noqa: E402
 from rollout.http.settings import RequestLimits  # noqa: E402

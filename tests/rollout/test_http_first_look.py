@@ -122,9 +122,10 @@ def test_no_response_has_the_model_s_folder(tiny_model: Path) -> None:
 def test_the_name_is_the_one_given_to_serve() -> None:
     from rollout.http.upstream import model_name
 
-    info: Any = SimpleNamespace(served_model_name="HuggingFaceTB/SmolLM2-135M-Instruct", model="/cache/smollm2")
-    assert model_name(info) == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    info.served_model_name = ""
+    with serving(FakeEngine(), served_model_name="HuggingFaceTB/SmolLM2-135M-Instruct") as service:
+        with RolloutClient(service.endpoint) as client:
+            assert model_name(client.info) == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    info: Any = SimpleNamespace(served_model_name="", model="/cache/smollm2")
     assert model_name(info) == "smollm2", "of a service that does not report it"
 
 

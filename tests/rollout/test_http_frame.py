@@ -23,9 +23,9 @@ from tests.support.http_stack import BODY, POST, TOKEN, Stack, limits, raw, stac
 from tests.support.waiting import until
 from tests.support.wire import serving
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import gateway
 from tests.support.wire import serving
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 LIMITS = Limits(max_n=4, max_tokens=8, max_samples_per_client=64)
 CHAT: dict[str, Any] = {

@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.http_stack import Stack, limits, stack_of
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 WAIT_S = 60.0
 """a bound for hangs only"""

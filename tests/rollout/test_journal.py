@@ -23,7 +23,7 @@ from rollout.config import Config, InputError, dump
 from rollout.engine.types import Sample, Sampling
 from rollout.service import journal
 from rollout.service.journal import Journal, Persistence
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.transport import messages as m
 from rollout.transport.errors import ServiceLost, ServiceRestarted
 from rollout.transport.loopback import LoopbackService
@@ -471,7 +471,7 @@ def test_a_damaged_row_is_named_and_what_to_do(lives: Lives, statement: str) -> 
 def test_a_journal_that_cannot_be_written_ends_the_service_and_its_clients_are_told(tmp_path: Path) -> None:
     """It must not go on as if it could keep what it promises."""
     journal, end = Journal(str(tmp_path / "journal"), "seeded"), LoopbackService()
-    service = Service(SeededEngine(), transport=end, journal=journal)
+    service = open_service(SeededEngine(), transport=end, journal=journal)
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -497,7 +497,7 @@ def test_a_journal_that_cannot_be_written_ends_the_service_and_its_clients_are_t
 def test_a_service_without_a_journal_keeps_nothing() -> None:
     record = Persistence()
     assert not record.lasting
-    service = Service(SeededEngine(), transport=LoopbackService())
+    service = open_service(SeededEngine(), transport=LoopbackService())
     assert service.status()["service"]["starts"] == 0
     service.stop()
     service.run()

@@ -254,8 +254,8 @@ def test_the_routing_id_of_another_client_is_worth_nothing(keyed: Keyed, victim_
             thief.send(hello(), m.Ack([("#0", 0), ("#0", 1)]), m.Abort(["#0"]))
             answers = thief.receive(0.5)
             thief.close()
+            proxy.mute = False  # before what may fail: a client that hears nothing takes long to close
             assert not any(isinstance(message, m.SamplesDone) for message in [*silent, *answers])
-            proxy.mute = False
             assert [sample.token_ids.tolist() for sample in handle.result(WAIT)] == [expected([5], i, 400) for i in range(2)]
 
 
@@ -363,7 +363,7 @@ def exchange(client: RolloutClient, address: str, keys: files.ClientKeys | None,
     weights = np.frombuffer(bytes(range(256)) * 64, np.uint8)
     dealer = RawDealer(address, keys)
     dealer.send(hello(), m.Chunk(1, "a" * 32, 0, [weights]))
-    assert any(isinstance(one, m.Refused) for one in dealer.receive(1.0))  # it has arrived
+    until(lambda: any(isinstance(one, m.Refused) for one in dealer.receive(0.1)), "it has arrived")
     dealer.close()
     known = {
         "prompt": np.array(PROMPT, np.int32).tobytes(),

@@ -14,7 +14,7 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.client.lora import scaling_of
 from rollout.engine.engine import Engine
-from rollout.engine.types import Adapter, LoraTarget, Sampling
+from rollout.engine.types import Adapter, LoraTarget, Sampling, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import describe, with_digest
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused, WrongBase
@@ -146,7 +146,7 @@ def test_a_target_that_comes_whole_as_well_is_what_is_added_to(served: Any, tmp_
     tensors = {"before": {target.weight: whole, "A": a, "B": b}, "between": {"A": a, target.weight: whole, "B": b},
                "behind": {"A": a, "B": b, target.weight: whole}}[order]  # fmt: skip
     described = [describe(name, tensor) for name, tensor in tensors.items()]
-    staging = engine.stage([with_digest(*each) for each in described], adapter=Adapter(base, [target]))
+    staging = engine.stage(WeightUpdate([with_digest(*each) for each in described], adapter=Adapter(base, [target])))
     staging.feed_all(source_of(data for _, data in described))
     done = engine.commit(staging)
     want = tiny("llama")

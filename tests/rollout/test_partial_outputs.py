@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutClient
-from rollout.client.handle import Handle, PartialOutputs
+from rollout.client.handle import OpenHandle, PartialOutputs
 from rollout.client.submission import rest_of, sendable
 from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.service import streaming
@@ -41,12 +41,13 @@ SAMPLING = Sampling(n=4, max_tokens=150, ignore_eos=True, seed=3, raw_logprobs=T
 
 SERVICE = """
 import time
-from rollout.service.loop import Service
+from rollout.config import ServiceConfig
+from rollout.service.loop import open_service
 from tests.support.tiny import tiny_engine
 engine = tiny_engine()
 step = engine.step
 engine.step = lambda: (time.sleep(0.005), step())[1]
-service = Service(engine, "tcp://127.0.0.1:*")
+service = open_service(engine, ServiceConfig(endpoint="tcp://127.0.0.1:*"))
 print(service.endpoint, flush=True)
 service.run()
 """
@@ -219,12 +220,6 @@ def test_groups_that_end_or_are_dropped_are_forgotten() -> None:
     assert not session.streaming._groups
 
 
-def test_a_negative_number_of_tokens_is_refused() -> None:
-    with serving(toy_engine()) as service, RolloutClient(service.endpoint) as client:
-        with pytest.raises(InvalidRequest, match="stream_every=-1"):
-            client.submit(PROMPT, Sampling(stream_every=-1)).result(WAIT)
-
-
 BOUNDS = Bounds(199, frozenset())
 
 
@@ -293,7 +288,7 @@ def test_a_child_that_came_back_may_run_again() -> None:
         known.add(chunk(0, 4, [199]), BOUNDS)
 
 
-def handle_of(sampling: Sampling, partials: tuple[PartialSample, ...] = ()) -> Handle:
+def handle_of(sampling: Sampling, partials: tuple[PartialSample, ...] = ()) -> OpenHandle:
     group = Group("g", np.array([5], np.int32), sampling, None, partials)
     handle = sendable(group, serial=1, require_version=0, limits=Limits())
     handle.bounds = BOUNDS

@@ -181,5 +181,5 @@ def test_without_the_package_the_reason_is_told(monkeypatch: pytest.MonkeyPatch)
     import sys
 
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(InputError, match=r"pip install -e '\.\[metrics\]'"):
+    with pytest.raises(InputError, match=r"pip install 'rl-rollout\[metrics\]'"):
         open_sinks(TrackingConfig(metrics_port=0))

@@ -44,10 +44,10 @@ def test_an_actor_that_is_killed_is_back_and_serves_the_live_version(tiny_config
     new = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in named.items()}
     config = msgspec.structs.replace(tiny_config, fleet=FleetConfig(replicas=2, ray="local"))
     with (
-        service_process(config, start_timeout_s=WAIT) as front,
-        RolloutClient(front.endpoint, connect_timeout_s=WAIT) as client,
+        service_process(config, start_timeout_s=WAIT) as router,
+        RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client,
     ):
-        assert "libtorch" not in Path(f"/proc/{front.pid}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{router.pid}/maps").read_text()
         assert set(replicas(client)) == {"ray-0", "ray-1"} and serves_both(client)
         first = told(client)
         client.refresh(new, timeout=WAIT)
@@ -55,7 +55,7 @@ def test_an_actor_that_is_killed_is_back_and_serves_the_live_version(tiny_config
         assert live != first
         victim = psutil.Process(replicas(client)["ray-0"]["pid"])
         actor = victim.parent()
-        assert actor is not None and actor.pid != front.pid and "ray" in " ".join(actor.cmdline()).lower()
+        assert actor is not None and actor.pid != router.pid and "ray" in " ".join(actor.cmdline()).lower()
         os.kill(actor.pid, signal.SIGKILL)
         until(lambda: ended(victim), "it ends with its actor", WAIT)
         assert told(client) == live, "the other one serves"
@@ -71,8 +71,8 @@ def test_an_actor_that_is_killed_is_back_and_serves_the_live_version(tiny_config
         until(lambda: len(replicas(client)) == 1, "one has gone", WAIT)
         assert told(client) == live
         left = [psutil.Process(one["pid"]) for one in replicas(client).values()]
-        left += psutil.Process(front.pid).children(recursive=True)
-    until(lambda: all(map(ended, left)), "all have ended with the front", WAIT)
+        left += psutil.Process(router.pid).children(recursive=True)
+    until(lambda: all(map(ended, left)), "all have ended with the router", WAIT)
 
 
 def ended(process: psutil.Process) -> bool:

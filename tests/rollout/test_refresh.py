@@ -54,7 +54,7 @@ from tests.support.faulty_link import Proxy
 from tests.support.invariants import check
 from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
-from tests.support.wire import serving
+from tests.support.wire import service_of, serving
 
 IDS = [f"{i:032x}" for i in range(200)]
 SAMPLING = Sampling(n=16, max_tokens=50_000, ignore_eos=True)
@@ -114,7 +114,7 @@ class Stage:
         self.engine: Engine = roomy_engine()
         self.end = LoopbackService()
         timing = ServiceTiming(refresh=refresh or RefreshTiming())
-        self.service = Service(
+        self.service = service_of(
             self.engine, transport=self.end, lease_s=30.0, client_grace_s=1e6, timing=timing, clock=self.clock
         )
         self.a, self.b = Raw(self.end, self.service, "A", 1), Raw(self.end, self.service, "B", 2)
@@ -387,7 +387,7 @@ def test_what_is_remembered_is_bounded(stage: Stage) -> None:
 @pytest.mark.parametrize("how", [ValueError, WeightsRefused, "abandoned", "applied"])
 def test_what_has_ended_holds_numbers_only(stage: Stage, monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     """Staging, payload, all that a refresh was made of go at once, and not when garbage is looked for: why it failed names no
-    frame that names it. An engine raises the one error, a front the other."""
+    frame that names it. An engine raises the one error, a router the other."""
 
     def fail(staging: Staging, source: Any) -> int:
         raise how("not what the manifest says")
@@ -590,7 +590,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     monkeypatch.setattr("rollout.transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
     monkeypatch.setattr("rollout.transport.weights.cuda_ipc.ExportedStorages", lambda: ExportedStorages(gpu.export))
     monkeypatch.setattr("rollout.engine.cuda.digests.device_hashes", lambda: None)  # they lie on the CPU in truth
-    monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
+    monkeypatch.setattr("rollout.service.validation.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr(
         "rollout.transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=gpu.copy)
     )
@@ -687,7 +687,7 @@ def test_tensors_that_are_on_no_gpu_are_told_by_name(served: Any, via: Any) -> N
 
 def test_a_backend_that_the_service_does_not_have(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, connect = served
-    monkeypatch.setattr("rollout.service.admission.capabilities", lambda device: ())
+    monkeypatch.setattr("rollout.service.validation.capabilities", lambda device: ())
     with pytest.raises(SourceUnreachable, match="the service has no gloo here"):
         connect().refresh(weights_of(1), via="gloo")
 

@@ -145,10 +145,10 @@ def break_pushes(field: Field, pushes: int, seed: int) -> Counter[str]:
 
 
 def test_pushes_that_break_leave_no_trace(field: Field) -> None:
-    seen = break_pushes(field, 28, seed=0)
+    seen = break_pushes(field, 14, seed=0)
     tokens = field.finish()
     print(f"{dict(seen)}, {tokens} tokens, 0 mixed")
-    assert min(seen[fault] for fault in FAULTS) >= 3 and tokens > 1000
+    assert min(seen[fault] for fault in FAULTS) >= 2 and tokens > 500
 
 
 @pytest.mark.long
@@ -160,7 +160,7 @@ def test_pushes_that_break_leave_no_trace_long(field: Field) -> None:
     assert sum(seen[fault] for fault in FAULTS[:-1]) >= 100
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [9, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_good_refreshes_in_a_row(field: Field, count: int) -> None:
     """Every token of the running samples is the one of the version that its span names."""
     before, begun = field.live, field.client.status()["generated_tokens"]

@@ -335,7 +335,6 @@ def test_what_is_kept_is_given_up_when_asked_and_with_its_client() -> None:
         ({}, {"append": [0.5]}, "integer token ids"),
         ({}, {"append": [10**6]}, "token id 1000000"),
         ({}, {"sampling": Sampling(kv_ttl_s=1e9)}, "max_kv_ttl_s"),
-        ({}, {"sampling": Sampling(kv_ttl_s=-1.0)}, "kv_ttl_s=-1.0"),
         ({}, {"sampling": Sampling(max_tokens=10_000)}, "context"),
     ],
 )

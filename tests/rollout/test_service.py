@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from rollout.engine.types import Group, Limits, Sample, Sampling
-from rollout.service.loop import Service, ServiceTiming
+from rollout.service.loop import ServiceTiming
 from rollout.service.session import MAX_REPLY_BYTES, GroupStatus, SendLimits
 from rollout.transport import messages as m
 from rollout.transport.columns import unpack_samples
 from rollout.transport.frames import Frame, frame_bytes, pack
 from tests.support.clock import Clock
 from tests.support.fake_engine import VOCAB, FakeEngine, expected
-from tests.support.wire import Bench, Peer, submit
+from tests.support.wire import Bench, Peer, service_of, submit
 
 LIMITS = Limits(max_n=16, max_tokens=100, max_prompt_tokens=50, max_stop_token_ids=2, max_id_bytes=20)
 NO_TIME = ServiceTiming(idle_poll_s=0.0, requests_s=0.0, least_requests_s=0.0)
@@ -137,7 +137,7 @@ def test_a_group_is_made_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> No
     """What the service has checked is what the engine gets, under the engine's name."""
     made: list[Group] = []
     given: list[Group] = []
-    monkeypatch.setattr("rollout.service.admission.Group", lambda *fields: made.append(Group(*fields)) or made[-1])
+    monkeypatch.setattr("rollout.service.validation.Group", lambda *fields: made.append(Group(*fields)) or made[-1])
     bench = Bench()
     monkeypatch.setattr(bench.engine, "submit", lambda group, client: given.append(group))
     bench.client().send(submit("a", [5]), submit("b", [6]))
@@ -150,7 +150,7 @@ def test_a_group_is_made_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> No
     ("bad", "kind", "reason"),
     [
         (submit(prompt=np.array([1.5], np.float32)), "invalid_request", "prompt is float32"),
-        (submit(n=2**63), "invalid_request", "Limits.max_n"),
+        (submit(n=2**40), "invalid_request", "Limits.max_n"),
         (submit(group_id="é" * 11), "limit_exceeded", "a group id of 22 bytes: at most 20 (Limits.max_id_bytes)"),
     ],
     ids=["an array of another kind", "more children than the limit", "an id past the limit"],
@@ -168,6 +168,20 @@ def test_bad_groups_are_refused_to_that_client_alone(bad: m.Submit, kind: str, r
     assert ids(peer.samples()) == [("before", 0), ("after", 0)]
     assert [sample.token_ids.tolist() for sample in victim.samples()] == [expected([7], i, 4) for i in range(2)]
     assert not victim.take(m.Refused)
+
+
+def test_a_sampling_that_no_service_accepts_is_refused_to_its_group() -> None:
+    bench = Bench()
+    peer = bench.client()
+    for sampling in ({"n": 0}, {"temperature": -1.0}, {"n": "two"}):
+        header = {"type": "submit", "group_id": "bad", "prompt": [1, "int32", [1]], "sampling": sampling}
+        peer.send_frames([msgspec.msgpack.encode(header), bytes(4)])
+    peer.send(submit("after", [2]))
+    bench.settle()
+    refused = peer.take(m.Refused)
+    assert [(each.kind, each.group_id) for each in refused] == [("invalid_request", "bad")] * 2 + [("protocol_error", None)]
+    assert "n=0: must be at least 1" in refused[0].message and bench.service.status()["service"]["malformed"] == 1
+    assert ids(peer.samples()) == [("after", 0)]
 
 
 def test_what_the_engine_refuses() -> None:
@@ -372,24 +386,24 @@ def test_no_message_is_longer_than_what_its_connection_has_carried() -> None:
     assert shape(again.read()) == [1] * 4, "it begins anew"
 
 
-def test_samples_of_a_front_wait_for_each_other_while_more_are_made() -> None:
+def test_samples_of_a_router_wait_for_each_other_while_more_are_made() -> None:
     """Not the first one, nothing besides a reply, and nothing once the engine has no work."""
     clock = Clock(100.0)
     bench = Bench(clock=clock)
-    front = bench.client(m.GATHERS)
-    front.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
+    router = bench.client(m.GATHERS)
+    router.send(*(submit(str(length), n=1, max_tokens=length) for length in range(1, 9)))
     bench.turn()
-    assert shape(front.read()) == [1], "the first"
+    assert shape(router.read()) == [1], "the first"
     bench.turn(2)
-    assert shape(front.read()) == [1], "others wait"
+    assert shape(router.read()) == [1], "others wait"
     clock.now += 2 * SendLimits().gather_s
     bench.turn()
-    assert shape(front.read()) == [1, 2], "of the turns before: time is up before the step"
-    front.send(m.StatusRequest(1))
+    assert shape(router.read()) == [1, 2], "of the turns before: time is up before the step"
+    router.send(m.StatusRequest(1))
     bench.turn()
-    assert shape(front.read()) == [1, 2, 1, 1], "a reply takes them along"
+    assert shape(router.read()) == [1, 2, 1, 1], "a reply takes them along"
     bench.settle()
-    assert sum(shape(front.read())) == 9 and not bench.engine.has_work
+    assert sum(shape(router.read())) == 9 and not bench.engine.has_work
 
 
 def test_hello_ends_what_the_client_no_longer_wants() -> None:
@@ -713,14 +727,12 @@ def test_an_engine_that_breaks_at_the_end() -> None:
 
 def test_a_grace_time_that_no_client_could_keep() -> None:
     with pytest.raises(ValueError, match="client_grace_s=1.9: at least 2.0, clients send a heartbeat every second"):
-        Service(FakeEngine(), "tcp://127.0.0.1:*", client_grace_s=1.9)
+        service_of(FakeEngine(), "tcp://127.0.0.1:*", client_grace_s=1.9)
 
 
-def test_an_endpoint_or_a_transport() -> None:
-    with pytest.raises(ValueError, match="one of the two"):
-        Service(FakeEngine())
+def test_other_hosts_need_keys() -> None:
     with pytest.raises(ValueError, match="no keys"):
-        Service(FakeEngine(), "tcp://0.0.0.0:*")
+        service_of(FakeEngine(), "tcp://0.0.0.0:*")
 
 
 # what one peer may cost

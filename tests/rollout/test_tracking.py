@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
-from rollout.commands.starting import make_tracker
+from rollout.commands.starting import make_tracker, start
 from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.engine.config import WeightOffload
 from rollout.engine.memory import HostMemory
@@ -33,13 +33,13 @@ from rollout.engine.scheduling.counters import Rates
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
+from rollout.fleet.merge import merged
 from rollout.metrics.audit import Audit, plain_twin
 from rollout.metrics.catalog import METRICS
 from rollout.metrics.meters import EngineMeter, SampleMeter
-from rollout.metrics.sinks import ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
+from rollout.metrics.sinks import TIME_INDEXED, ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
 from rollout.metrics.tracker import Tracker
-from rollout.process import service_process
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.service.watchdog import LoopPhase
 from rollout.transport.loopback import LoopbackService
 from tests.support.clock import Clock
@@ -178,6 +178,10 @@ def status(**counters: float) -> dict[str, Any]:
         "model_seconds": 0.0,
         "sample_seconds": 0.0,
         "move_seconds": 0.0,
+        "plan_seconds": 0.0,
+        "build_seconds": 0.0,
+        "commit_seconds": 0.0,
+        "uptime_seconds": 0.0,
         "recomputed_tokens": 0,
     }
     return {**base, **counters}
@@ -207,10 +211,29 @@ def test_rates_look_back_on_the_window_only() -> None:
 def test_host_share() -> None:
     meter = EngineMeter(window_s=10)
     meter.add(status(), now=0)
-    meter.add(status(step_seconds=2.0, model_seconds=1.0, sample_seconds=0.25, move_seconds=0.25, steps=4), now=4)
+    parts = {"plan_seconds": 0.25, "build_seconds": 0.125, "commit_seconds": 0.125, "model_seconds": 1.0, "sample_seconds": 0.5}
+    meter.add(status(step_seconds=2.0, uptime_seconds=4.0, steps=4, **parts), now=4)
     row = meter.row()
     assert row["engine/host_ratio"] == 0.25 and row["engine/busy_ratio"] == 0.5 and row["engine/step_s"] == 0.5
-    assert row["kv/stall_ratio"] == 0.125 and "kv/host_used_ratio" not in row
+    assert row["kv/stall_ratio"] == 0 and "kv/host_used_ratio" not in row
+
+
+def test_copies_that_take_longer_than_steps() -> None:
+    """On CUDA copies overlap with steps, and a step may have begun before the window."""
+    meter = EngineMeter(window_s=10)
+    meter.add(status(), now=0)
+    meter.add(status(step_seconds=5.0, move_seconds=6.0, model_seconds=2.0, uptime_seconds=4.0, steps=1), now=4)
+    row = meter.row()
+    assert row["kv/stall_ratio"] == 0.75 and row["engine/busy_ratio"] == 1 and row["engine/host_ratio"] == 0
+
+
+def test_ratios_of_a_fleet_are_means() -> None:
+    """Two replicas, one busy half of the time and one always."""
+    half, always = status(step_seconds=2.0, uptime_seconds=4.0), status(step_seconds=4.0, uptime_seconds=4.0)
+    meter = EngineMeter(window_s=10)
+    meter.add(merged([status(), status()]), now=0)
+    meter.add(merged([half, always]), now=4)
+    assert meter.row()["engine/busy_ratio"] == 0.75
 
 
 # the table
@@ -240,7 +263,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 def documented() -> set[str]:
-    """Those of an engine; what a front has besides: `tests/rollout/test_fleet.py`."""
+    """Those of an engine; what a router has besides: `tests/rollout/test_fleet.py`."""
     return {name for name, metric in METRICS.items() if metric.over != "histogram" and not name.startswith("fleet/")}
 
 
@@ -255,8 +278,25 @@ def test_figures_of_a_real_run(tracked: dict[str, Any]) -> None:
     assert row["engine/generated_tokens"] == row["rollout/sample_tokens"]
     assert row["kv/offloads"] > 0 and row["kv/bytes_to_host"] > 0
     assert row["weights/version"] == 1 and row["weights/refreshes"] == 1
-    assert 0 < row["engine/host_ratio"] < 1
+    assert 0 < row["engine/host_ratio"] < 1 and row["engine/busy_ratio"] > 0 and row["kv/stall_ratio"] > 0
     assert row["mismatch/logprob_abs_max"] < 1e-4 and row["mismatch/audited_tokens"] > 100
+
+
+def out_of_range(row: dict[str, float]) -> set[str]:
+    return {name for name, value in row.items() if name.endswith("_ratio") and not 0 <= value <= 1}
+
+
+def test_a_ratio_is_a_fraction(tracked: dict[str, Any]) -> None:
+    """In every row of the run, not in the last alone."""
+    rows = [json.loads(line) for line in tracked["jsonl"].read_text().splitlines()]
+    assert sum(name.endswith("_ratio") for name in tracked["row"]) > 12
+    assert not {name for row in [*rows, tracked["row"]] for name in out_of_range(row)}
+    assert out_of_range({"a_ratio": 1.01, "b_ratio": -0.01, "c_ratio": 1.0, "d": 7.0}) == {"a_ratio", "b_ratio"}
+
+
+def test_wandb_shows_every_metric_over_the_service_s_time() -> None:
+    rows = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert {name.split("/")[0] + "/*" for name in rows} == set(TIME_INDEXED)
 
 
 def test_jsonl(tracked: dict[str, Any]) -> None:
@@ -387,7 +427,7 @@ def test_a_sink_that_cannot_start_is_an_error_at_once(tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match="wandb could not start"):
         open_sinks(TrackingConfig(wandb_project="p", wandb_run_id="a/b", wandb_mode="offline", wandb_dir=str(tmp_path)))
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(InputError, match=r"pip install -e '.\[wandb\]'"):
+    with pytest.raises(InputError, match=r"pip install 'rl-rollout\[wandb\]'"):
         open_sinks(TrackingConfig(wandb_project="p"))
 
 
@@ -593,7 +633,7 @@ def test_a_service_keeps_metrics_and_survives_a_broken_sink(tmp_path: Path) -> N
     """Loopback, a scripted engine; the client sees the row in the status."""
     kept, broken = Kept(), Broken()
     loopback = LoopbackService()
-    service = Service(
+    service = open_service(
         FakeEngine(),
         transport=loopback,
         tracker=Tracker(TrackingConfig(interval_s=0.01), [broken, kept]),
@@ -628,9 +668,17 @@ def test_dropped_groups_are_forgotten() -> None:
 def test_serve_writes_what_it_is_told(tiny_config: Config, tmp_path: Path) -> None:
     jsonl = tmp_path / "m.jsonl"
     tracking = TrackingConfig(interval_s=0.05, jsonl=str(jsonl), audit_every=1, audit_max_share=1.0)
-    with service_process(msgspec.structs.replace(tiny_config, tracking=tracking)) as service:
+    at_any_port = msgspec.structs.replace(tiny_config.service, endpoint="tcp://127.0.0.1:*")
+    _, service = start(msgspec.structs.replace(tiny_config, tracking=tracking, service=at_any_port))
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    try:
         with RolloutClient(service.endpoint) as client:
             list(client.generate([[5, 6, 7]], Sampling(n=4, max_tokens=20, ignore_eos=True)))
+    finally:
+        service.stop()
+        thread.join(60)
+    assert not thread.is_alive()
     last = json.loads(jsonl.read_text().splitlines()[-1])
     assert last["rollout/samples"] == 4 and last["engine/generated_tokens"] == 80
 

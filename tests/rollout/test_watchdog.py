@@ -43,7 +43,7 @@ def test_waiting_for_messages_is_no_stall_and_no_part_of_a_turn() -> None:
     watch = watch_at(clock)
     watch.at("wait")
     clock.now += 1000.0
-    watch.at("take")
+    watch.at("receive")
     watch.at("wait")
     assert (watch.stalls, watch.longest_turn_s) == (0, 0.0)
 
@@ -52,7 +52,7 @@ def test_the_longest_turn_leaves_the_step_out() -> None:
     clock, cpu = Clock(), Clock()
     watch = LoopPhase(30.0, clock, cpu)
     for take, step, send in ((0.1, 20.0, 0.2), (0.05, 25.0, 0.0)):
-        for part, seconds in (("wait", 0.0), ("take", take), ("step", step), ("send", send)):
+        for part, seconds in (("wait", 0.0), ("receive", take), ("step", step), ("send", send)):
             watch.at(part)  # type: ignore[arg-type]
             clock.now += seconds
             cpu.now += seconds / 2
@@ -76,7 +76,7 @@ class Standing(FakeEngine):
 
 def test_a_standing_step_is_told_with_its_stack_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
     engine, told = Standing(), threading.Event()
-    bench = Bench(engine, watch=LoopPhase(stall_s=0.05))
+    bench = Bench(engine, stall_s=0.05)
 
     class Told(Watchdog):
         def _check(self) -> None:

@@ -25,12 +25,15 @@ CLASSES: dict[str, dict[str, Any]] = {
     "overlapped, offload": {"kv_tokens": 320, "cpu_offload_gib": 0.01, "overlap_steps": True, "max_batch_tokens": 64},
 }
 
+MIXED = ("small chunks", "few at a time", "preemptions by recompute and prefix cache", "offload", "overlapped, offload")
+"""those in which a token is computed beside others, by steps of other sizes and over KV that was moved"""
+
 
 def groups(seed: int = 0) -> list[Group]:
     r = np.random.default_rng(3)
     made = [
-        group(f"g{i}", r.integers(3, 199, int(r.integers(1, 60))), n=4, max_tokens=20, seed=seed + i, ignore_eos=True)
-        for i in range(8)
+        group(f"g{i}", r.integers(3, 199, int(r.integers(1, 60))), n=3, max_tokens=20, seed=seed + i, ignore_eos=True)
+        for i in range(5)
     ]
     greedy = {"temperature": 0.0, "n": 2, "max_tokens": 24, "ignore_eos": True}
     cut = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "max_tokens": 15, "seed": 5, "top_logprobs": 4}

@@ -149,12 +149,13 @@ class FakeEngine:
 
 
 def main() -> None:
+    from rollout.config import ServiceConfig
     from rollout.process import write_atomically
-    from rollout.service.loop import Service
+    from rollout.service.loop import open_service
 
     endpoint, ready, *rest = sys.argv[1:]
     step_s, grace_s = [float(text) for text in rest] + [0.0, 10.0][len(rest) :]
-    service = Service(FakeEngine(step_s=step_s), endpoint, client_grace_s=grace_s)
+    service = open_service(FakeEngine(step_s=step_s), ServiceConfig(endpoint=endpoint, client_grace_s=grace_s))
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
     write_atomically(Path(ready), service.endpoint)
     service.run()

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample
-from rollout.fleet.fleet import Fleet
+from rollout.config import ServiceConfig
+from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, WeightUpdate
+from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import ProcessExit, Use, alike, least_used
 from rollout.fleet.timing import Timing
-from rollout.service.loop import Service
+from rollout.service.loop import Service, ServiceTiming, open_service
 from rollout.transport import messages as m
 from rollout.transport.frames import Decoder, pack
 from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of
@@ -71,7 +72,8 @@ class Threads:
     def start(self, name: str) -> None:
         make = self._make or (lambda: HashEngine(self._step_s, self._faults.get(name, "")))
         engine = self.engines[name] = make()
-        service = self.services[name] = Service(engine, "tcp://127.0.0.1:*", client_grace_s=3600.0, linger_s=0.5)
+        config = ServiceConfig(endpoint="tcp://127.0.0.1:*", client_grace_s=3600.0)
+        service = self.services[name] = open_service(engine, config, timing=ServiceTiming(linger_s=0.5))
         thread = self.threads[service.endpoint] = threading.Thread(target=service.run, daemon=True)
         thread.start()
         self._joins[name] = m.Join(m.PROTOCOL, name, secrets.token_hex(16), service.endpoint)
@@ -157,7 +159,7 @@ def fleet_over(threads: Threads, timing: Timing = TIMING, **options: Any) -> Fle
 def fleet_of(count: int, grace_s: float = 60.0, timing: Timing = TIMING, **options: Any) -> Iterator[tuple[Fleet, Threads]]:
     """Open a fleet of so many replicas that serve."""
     launcher = Threads(count, **options)
-    fleet = fleet_over(launcher, timing, replica_grace_s=grace_s)
+    fleet = fleet_over(launcher, timing, options=FleetOptions(replica_grace_s=grace_s))
     try:
         fleet.open(WAIT)
         yield fleet, launcher
@@ -166,9 +168,9 @@ def fleet_of(count: int, grace_s: float = 60.0, timing: Timing = TIMING, **optio
 
 
 @contextmanager
-def front_of(fleet: Fleet) -> Iterator[Service]:
-    """Run the service in front, in a thread."""
-    service = Service(fleet, "tcp://127.0.0.1:*", client_grace_s=60.0)
+def router_of(fleet: Fleet) -> Iterator[Service]:
+    """Run the service of a router, in a thread."""
+    service = open_service(fleet, ServiceConfig(endpoint="tcp://127.0.0.1:*", client_grace_s=60.0))
     fleet.inbox.wake = service.wake
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
@@ -239,7 +241,7 @@ def refresh(
 
     weights: those of the version unless given. staging: one of them that has begun. Raises what the fleet refuses."""
     weights = weights_of(version) if weights is None else weights
-    staging = staging or fleet.stage(manifest_of(weights), version=version, partial=partial)
+    staging = staging or fleet.stage(WeightUpdate(manifest_of(weights), version=version, partial=partial))
     applied: list[Refreshed | None] = [None]
 
     def committed() -> bool:

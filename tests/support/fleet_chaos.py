@@ -1,11 +1,11 @@
 """A fleet under an adversary:  python -m tests.support.fleet_chaos [--minutes 10] [--seed 0] [--replicas 4]
 
-Replicas are killed and stopped, links are cut, the front is killed and starts again on its journal, weights are refreshed
+Replicas are killed and stopped, links are cut, the router is killed and starts again on its journal, weights are refreshed
 every 2 s, a quarter of them broken on purpose, while trainers submit groups. Every sample that comes is compared with what one
 service makes of the same weights. Prints notes, and as its last line one JSON object of what was done and what was found; the
 exit status is 1 if anything was found.
 
-    Front      the process under test and its replicas            Adversary  what is done to them
+    Router      the process under test and its replicas            Adversary  what is done to them
     Accounts   what was found                                     Pusher, Trainer  clients as they are
 """
 
@@ -32,7 +32,7 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.engine.types import Sample, Sampling, manifest_digest
 from rollout.transport.errors import RolloutError, SourceUnreachable, WeightsRefused
-from tests.support.chaos_front import WAIT
+from tests.support.chaos_router import WAIT
 from tests.support.hash_engine import MARK, TENSORS, expected, key_of, manifest_of, weights_of
 from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
@@ -41,8 +41,8 @@ DONE = ("kills", "stops", "cuts", "refreshes", "broken_refreshes", "router_kills
 FOUND = ("lost", "doubled", "mixed", "unequal", "orphans")
 """what must not be"""
 REFRESH_EVERY_S = 2.0
-FRONT_LIVES_S = (20.0, 40.0)
-"""between two kills of the front"""
+ROUTER_LIVES_S = (20.0, 40.0)
+"""between two kills of the router"""
 MOST_NOTES = 20
 
 Weights = dict[str, np.ndarray]
@@ -83,8 +83,8 @@ class Accounts:
             self.add("unequal", note=f"child {sample.index} of {sample.group_id}, spans {sample.weight_versions}")
 
 
-class Front:
-    """One life of the front after the other, at one address. `fault`: see `tests.support.chaos_front`."""
+class Router:
+    """One life of the router after the other, at one address. `fault`: see `tests.support.chaos_router`."""
 
     def __init__(self, folder: Path, replicas: int, seed: int, fault: str = "") -> None:
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -99,13 +99,13 @@ class Front:
 
     @property
     def _ready(self) -> Path:
-        return self.folder / f"front-{self.lives}"
+        return self.folder / f"router-{self.lives}"
 
     def start(self) -> None:
         """Begin the next life; returns at once."""
         self.lives += 1
         words = [str(self.folder), self.endpoint, str(self._ready), *self._words]
-        command = [sys.executable, "-m", "tests.support.chaos_front", *words]
+        command = [sys.executable, "-m", "tests.support.chaos_router", *words]
         with (self.folder / "log").open("a") as log:
             self._popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=log, bufsize=0)
 
@@ -113,14 +113,14 @@ class Front:
         """Wait until it listens."""
 
         def look() -> bool:
-            assert self._popen is not None and self._popen.poll() is None, f"the front has ended: {self.folder / 'log'}"
+            assert self._popen is not None and self._popen.poll() is None, f"the router has ended: {self.folder / 'log'}"
             return self.listens
 
-        until(look, "the front listens", WAIT)
+        until(look, "the router listens", WAIT)
 
     def kill(self) -> None:
         assert self._popen is not None
-        assert self._popen.poll() is None, f"the front has ended by itself: {self.folder / 'log'}"
+        assert self._popen.poll() is None, f"the router has ended by itself: {self.folder / 'log'}"
         self.kills += 1
         self._end(signal.SIGKILL)
 
@@ -137,7 +137,7 @@ class Front:
         self._popen = None
 
     def cut(self, name: str) -> bool:
-        """Cut the link to a replica. Returns whether there is a front to be told."""
+        """Cut the link to a replica. Returns whether there is a router to be told."""
         if not self.listens:
             return False
         assert self._popen is not None and self._popen.stdin is not None
@@ -165,13 +165,13 @@ class Front:
 
 
 class Adversary:
-    """Kills, stops and cuts at random times: some 12 kills, 4 stops and 12 cuts a minute, and two kills of the front."""
+    """Kills, stops and cuts at random times: some 12 kills, 4 stops and 12 cuts a minute, and two kills of the router."""
 
-    def __init__(self, accounts: Accounts, front: Front, rng: random.Random, front_lives_s: tuple[float, float]) -> None:
-        self.accounts, self.front, self.rng = accounts, front, rng
-        self._front_lives_s = front_lives_s
-        self._front_at = time.monotonic() + rng.uniform(*front_lives_s)
-        """when to kill the front, or to start it again"""
+    def __init__(self, accounts: Accounts, router: Router, rng: random.Random, router_lives_s: tuple[float, float]) -> None:
+        self.accounts, self.router, self.rng = accounts, router, rng
+        self._router_lives_s = router_lives_s
+        self._router_at = time.monotonic() + rng.uniform(*router_lives_s)
+        """when to kill the router, or to start it again"""
         self._stopped: list[tuple[float, int]] = []
 
     def torment(self, seconds: float, enough: str = "") -> None:
@@ -179,59 +179,61 @@ class Adversary:
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end and not self.accounts.counts[enough]:
             self.act(
-                self.rng.choices(["kill", "stop", "cut"], [3, 1, 3])[0], f"local-{self.rng.randrange(self.front.replicas)}", now
+                self.rng.choices(["kill", "stop", "cut"], [3, 1, 3])[0],
+                f"local-{self.rng.randrange(self.router.replicas)}",
+                now,
             )
             self.tend(now)
             time.sleep(self.rng.uniform(1.0, 3.0))
         for _, pid in self._stopped:
             send(pid, signal.SIGCONT)
-        if not self.front.listens:
+        if not self.router.listens:
             self.restart()
-            self.front.wait()
+            self.router.wait()
 
     def act(self, kind: str, name: str, now: float) -> None:
         if kind == "cut":
-            self.accounts.add("cuts", self.front.cut(name))
+            self.accounts.add("cuts", self.router.cut(name))
         elif kind == "kill":
-            self.accounts.add("kills", self.front.signal(name, signal.SIGKILL) is not None)
-        elif (pid := self.front.signal(name, signal.SIGSTOP)) is not None:
+            self.accounts.add("kills", self.router.signal(name, signal.SIGKILL) is not None)
+        elif (pid := self.router.signal(name, signal.SIGSTOP)) is not None:
             self.accounts.add("stops")
             self._stopped.append((now + self.rng.choice([0.5, 3.0, 12.0]), pid))
 
     def tend(self, now: float) -> None:
-        """Let those go on that were stopped, and kill or start the front."""
+        """Let those go on that were stopped, and kill or start the router."""
         for wake_at, pid in list(self._stopped):
             if now > wake_at:
                 self._stopped.remove((wake_at, pid))
                 send(pid, signal.SIGCONT)
-        if now > self._front_at:
-            if self.front._popen is not None:
-                self.kill_front()
+        if now > self._router_at:
+            if self.router._popen is not None:
+                self.kill_router()
             else:
                 self.restart()
 
-    def kill_front(self) -> None:
+    def kill_router(self) -> None:
         """Kill it, and start it again at once or some seconds later."""
-        self.front.kill()
+        self.router.kill()
         self.accounts.add("router_kills")
-        self._front_at = 0.0
+        self._router_at = 0.0
         if self.rng.random() < 0.7:
             self.restart()
 
     def restart(self) -> None:
-        if self.front._popen is None:
-            self.front.start()
+        if self.router._popen is None:
+            self.router.start()
             again = self.rng.random() < 0.2  # while it takes its replicas over
-            self._front_at = time.monotonic() + (
-                self.rng.uniform(0.5, 3.0) if again else self.rng.uniform(*self._front_lives_s)
+            self._router_at = time.monotonic() + (
+                self.rng.uniform(0.5, 3.0) if again else self.rng.uniform(*self._router_lives_s)
             )
 
 
 class Pusher:
     """Refreshes every 2 s: all tensors or some of them, one time in four with weights that must be refused."""
 
-    def __init__(self, accounts: Accounts, front: Front, rng: random.Random) -> None:
-        self.accounts, self.front, self.rng = accounts, front, rng
+    def __init__(self, accounts: Accounts, router: Router, rng: random.Random) -> None:
+        self.accounts, self.router, self.rng = accounts, router, rng
         self.weights = weights_of(0)
         """that are live"""
         self.whole = False
@@ -239,7 +241,7 @@ class Pusher:
 
     def run(self) -> None:
         content = 0
-        with RolloutClient(self.front.endpoint, name="pusher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
+        with RolloutClient(self.router.endpoint, name="pusher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
             while not self.accounts.over.wait(REFRESH_EVERY_S):
                 content += 1
                 broken, partial = self.rng.random() < 0.25, self.rng.random() < 0.25 and not self.whole
@@ -250,7 +252,7 @@ class Pusher:
                 self.push(client, sent, broken, partial)
 
     def push(self, client: RolloutClient, sent: Weights, broken: bool, partial: bool) -> None:
-        accounts, rng, kills = self.accounts, self.rng, self.front.kills
+        accounts, rng, kills = self.accounts, self.rng, self.router.kills
         version, weights = accounts.version + 1, {**self.weights, **sent} if partial else sent
         doubtful = any((values == MARK).any() for values in sent.values())
         if doubtful or not broken:
@@ -262,9 +264,9 @@ class Pusher:
         except (WeightsRefused, SourceUnreachable) as error:
             live = client.weights_status(timeout=WAIT)
             if live["version"] < version:
-                self.refused(broken, error, self.front.kills > kills)
+                self.refused(broken, error, self.router.kills > kills)
                 return
-            if self.front.kills == kills or live["digest"] != manifest_digest(manifest_of(weights)):
+            if self.router.kills == kills or live["digest"] != manifest_digest(manifest_of(weights)):
                 accounts.add("mixed", note=f"a refresh that failed is live: {error}")
         except RolloutError as error:
             if not accounts.over.is_set():
@@ -277,7 +279,7 @@ class Pusher:
             accounts.add("mixed", note="broken weights are live")
 
     def refused(self, broken: bool, error: Exception, killed: bool) -> None:
-        """Judge a refusal. `killed`: the front was, meanwhile."""
+        """Judge a refusal. `killed`: the router was, meanwhile."""
         self.whole = "all tensors must come first" in str(error)
         self.accounts.add("broken_refreshes", broken)
         if not (broken or killed or self.whole):
@@ -331,40 +333,40 @@ class Chaos:
     """All of it. `fault`: breaks a promise, which the accounts must show."""
 
     def __init__(
-        self, seed: int, replicas: int, fault: str = "", front_lives_s: tuple[float, float] = FRONT_LIVES_S, trainers: int = 3
+        self, seed: int, replicas: int, fault: str = "", router_lives_s: tuple[float, float] = ROUTER_LIVES_S, trainers: int = 3
     ) -> None:
         self.seed, self._trainers = seed, trainers
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-chaos-")
         self.folder = Path(self._folder.name)
         self.accounts = Accounts()
-        self.front = Front(self.folder, replicas, seed, fault)
+        self.router = Router(self.folder, replicas, seed, fault)
         rng = random.Random(seed)
-        self.pusher = Pusher(self.accounts, self.front, random.Random(rng.random()))
-        self._rng, self._front_lives_s = random.Random(rng.random()), front_lives_s
+        self.pusher = Pusher(self.accounts, self.router, random.Random(rng.random()))
+        self._rng, self._router_lives_s = random.Random(rng.random()), router_lives_s
 
     def run(self, seconds: float, enough: str = "") -> dict[str, int]:
         """Returns what was done and what was found. `enough`: it is over as soon as this was found."""
         try:
-            self.front.start()
-            self.front.wait()
-            jobs = [Trainer(self.accounts, self.front.endpoint, i).run for i in range(self._trainers)]
+            self.router.start()
+            self.router.wait()
+            jobs = [Trainer(self.accounts, self.router.endpoint, i).run for i in range(self._trainers)]
             threads = [threading.Thread(target=job, daemon=True) for job in (*jobs, self.pusher.run)]
             for thread in threads:
                 thread.start()
-            Adversary(self.accounts, self.front, self._rng, self._front_lives_s).torment(seconds, enough)
+            Adversary(self.accounts, self.router, self._rng, self._router_lives_s).torment(seconds, enough)
             self.accounts.over.set()
             if not self.accounts.counts[enough]:
                 until(lambda: not any(thread.is_alive() for thread in threads), "all groups have ended", WAIT)
         finally:
-            replicas = self.front.processes()
-            self.front.close()
+            replicas = self.router.processes()
+            self.router.close()
             self._count_what_is_left(replicas)
         return self.accounts.result()
 
     def _count_what_is_left(self, replicas: Iterable[int]) -> None:
         for name, count in (("doubled", "doubled"), ("unprepared", "mixed")):
             if (file := self.folder / name).exists():
-                self.accounts.add(count, len(file.read_text().splitlines()), note=f"{name}, as the front has seen")
+                self.accounts.add(count, len(file.read_text().splitlines()), note=f"{name}, as the router has seen")
         for pid in replicas:
             if send(pid, 0):
                 self.accounts.add("orphans", note=f"process {pid} is still there")

@@ -28,6 +28,7 @@ from rollout.engine.types import (
     Served,
     TensorInfo,
     TokenChunk,
+    WeightUpdate,
     manifest_digest,
 )
 
@@ -165,7 +166,7 @@ class HashEngine:
         self.after += [] if group.after is None else [group.after]
         partials = {child.index: child for child in group.partials}
         seed = group.sampling.seed
-        assert seed is not None, "a front draws the seeds"
+        assert seed is not None, "a router draws the seeds"
         for index in group.wanted:
             child = Child(group, index, seed, start(group.prompt, seed, index))
             if index in partials:
@@ -276,8 +277,9 @@ class HashEngine:
     def read_live(self) -> Iterator[str | None]:
         yield self.live_digest()
 
-    def stage(self, manifest: Sequence[TensorInfo], *, version: int | None = None, partial: bool = False) -> Staging:
-        version = self.version + 1 if version is None else version
+    def stage(self, update: WeightUpdate) -> Staging:
+        manifest, partial = update.manifest, update.partial
+        version = self.version + 1 if update.version is None else update.version
         if version <= self.version:
             raise ValueError(f"version {version} is not above the live one, {self.version}")
         names = {info.name for info in manifest}

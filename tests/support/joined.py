@@ -1,4 +1,4 @@
-"""Replicas that join a fleet: processes with a hash engine, and the front's end of it.
+"""Replicas that join a fleet: processes with a hash engine, and the router's end of it.
 
 Run as a program, it joins and serves until SIGTERM, as `rollout serve --join` does:
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class JoinedFleet:
-    """A front that listens for replicas, with keys where `folder` is given, and processes that join it."""
+    """A router that listens for replicas, with keys where `folder` is given, and processes that join it."""
 
     def __init__(self, folder: Path | None = None, endpoint: str = "tcp://127.0.0.1:*") -> None:
         self.folder = folder
@@ -43,18 +43,18 @@ class JoinedFleet:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def key(self, name: str, *roles: files.Role) -> Path:
-        """Make a connection file for the front's address for replicas."""
+        """Make a connection file for the router's address for replicas."""
         assert self.folder is not None and self.file is not None
         path = self.folder / f"{name}.json"
         files.add(self.file, name, roles, path, self.end.endpoint)
         self.end.keys.reload()  # type: ignore[union-attr]  now, and not a tenth of a second later
         return path
 
-    def start(self, name: str, step_s: float = 0.0, *words: str, front: str = "") -> subprocess.Popen[bytes]:
-        if not front:
+    def start(self, name: str, step_s: float = 0.0, *words: str, router: str = "") -> subprocess.Popen[bytes]:
+        if not router:
             path = None if self.folder is None else self.folder / f"{name}.json"
-            front = self.end.endpoint if path is None else str(path if path.exists() else self.key(name, "replica"))
-        command = [sys.executable, "-m", "tests.support.joined", front, name, str(step_s), *words]
+            router = self.end.endpoint if path is None else str(path if path.exists() else self.key(name, "replica"))
+        command = [sys.executable, "-m", "tests.support.joined", router, name, str(step_s), *words]
         if (before := self.processes.get(name)) is not None:
             end(before)
         child = self.processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)

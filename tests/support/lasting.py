@@ -82,9 +82,10 @@ class Process:
 
 
 def main() -> None:
+    from rollout.config import ServiceConfig
     from rollout.process import write_atomically
     from rollout.service.journal import Journal
-    from rollout.service.loop import Service
+    from rollout.service.loop import open_service
 
     endpoint, ready, journal, step_s, version = sys.argv[1:]
     engine = SeededEngine(float(step_s), int(version))
@@ -93,7 +94,8 @@ def main() -> None:
         engine.version += 1
 
     signal.signal(signal.SIGUSR1, refresh)
-    service = Service(engine, endpoint, journal=None if journal == "-" else Journal(journal, "seeded"))
+    opened = None if journal == "-" else Journal(journal, "seeded")
+    service = open_service(engine, ServiceConfig(endpoint=endpoint), journal=opened)
     write_atomically(Path(ready), service.endpoint)
     service.run()
 

@@ -14,7 +14,7 @@ from tests.support.toy import group
 
 def groups(count: int = 3) -> list[Any]:
     r = np.random.default_rng(0)
-    return [group(f"g{i}", r.integers(3, 199, 30 + 7 * i), n=4, max_tokens=40, seed=i, ignore_eos=True) for i in range(count)]
+    return [group(f"g{i}", r.integers(3, 199, 30 + 7 * i), n=4, max_tokens=32, seed=i, ignore_eos=True) for i in range(count)]
 
 
 def run_with_naps(engine: Engine, naps: set[int], level: int = 1) -> dict[tuple[str, int], Sample]:

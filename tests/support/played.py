@@ -1,4 +1,4 @@
-"""A service played by hand, for a real client."""
+"""A service played by hand, for a real client of threads or of event loops."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ WAIT = 60.0
 class Played:
     """The service's end of a client; `answer` says Welcome, everything else is the test's."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, kind: type[Any] = RolloutClient, **options: Any) -> None:
         self.end = LoopbackService()
         self.incarnation, self.starts, self.live = "one", 0, Served(1)
         self.capabilities: tuple[str, ...] = ()
         self._decoder: Decoder[m.ClientMessage] = Decoder(m.ClientMessage, Limits())
         self._inbox: list[tuple[bytes, Any]] = []
         self.peer = b""
-        connected: list[RolloutClient] = []
+        connected: list[Any] = []
         thread = threading.Thread(
-            target=lambda: connected.append(RolloutClient(transport=self.end.connect(), connect_timeout_s=WAIT, **options))
+            target=lambda: connected.append(kind(transport=self.end.connect(), connect_timeout_s=WAIT, **options))
         )
         thread.start()
         self.welcome(self.get(m.Hello))

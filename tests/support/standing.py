@@ -10,11 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+from rollout.config import ServiceConfig
 from rollout.engine.types import Sample
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
-from rollout.service.loop import Service
-from rollout.service.watchdog import LoopPhase, Watchdog
+from rollout.service.loop import open_service
+from rollout.service.watchdog import Watchdog
 from tests.support.lasting import SeededEngine
 
 EXIT_S = 1.0
@@ -36,7 +37,7 @@ def main() -> None:
     if status:
         sys.exit(int(status[0]))
     engine = Standing()
-    service = Service(engine, endpoint, journal=Journal(journal, "seeded"), watch=LoopPhase(stall_s=0.5))
+    service = open_service(engine, ServiceConfig(endpoint=endpoint, stall_s=0.5), journal=Journal(journal, "seeded"))
 
     def stand(number: int, frame: object) -> None:
         engine.stands = True

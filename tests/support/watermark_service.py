@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from rollout.config import ServiceConfig
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.process import write_atomically
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.transport.weights import distributed
 from tests.support.broken_commit import Failing
 from tests.support.watermark import watermark_engine
@@ -36,7 +37,8 @@ def main() -> None:
             yield Failing(live, 1) if fails else live, staged, scratch
 
     RefreshBuffers.slices = failing  # type: ignore[method-assign]
-    service = Service(watermark_engine(), "tcp://127.0.0.1:*", lease_s=LEASE_S, client_grace_s=60.0)
+    config = ServiceConfig(endpoint="tcp://127.0.0.1:*", lease_s=LEASE_S, client_grace_s=60.0)
+    service = open_service(watermark_engine(), config)
 
     def age(number: int, frame: Any) -> None:
         if (push := service._refreshes._open) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from rollout.config import ServiceConfig
 from rollout.engine.types import Limits, Sample, Sampling
-from rollout.service.loop import Service, ServiceTiming
+from rollout.service.loop import Service, ServiceTiming, open_service
 from rollout.transport import messages as m
 from rollout.transport.columns import unpack_samples
 from rollout.transport.frames import Decoder, Frame, pack
@@ -19,6 +21,7 @@ from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 
 T = TypeVar("T")
+SERVICE_OPTIONS = {*ServiceConfig.__struct_fields__} - {"journal"}
 JOIN_S = 60.0
 """for a service's thread to end: a bound for hangs only"""
 
@@ -75,7 +78,7 @@ class Bench:
         self.transport = LoopbackService()
         options.setdefault("client_grace_s", 1000.0)  # nobody is forgotten because the machine is slow
         options.setdefault("timing", ServiceTiming(idle_poll_s=0.0))
-        self.service = Service(self.engine, transport=self.transport, **options)
+        self.service = service_of(self.engine, transport=self.transport, **options)
         self._peers = 0
 
     def turn(self, times: int = 1) -> None:
@@ -101,6 +104,14 @@ class Bench:
         return peer
 
 
+def service_of(engine: Any, endpoint: str | None = None, **options: Any) -> Service:
+    """Open a service. options: of `open_service`, and fields of `ServiceConfig` and `ServiceTiming`."""
+    config = {name: options.pop(name) for name in {*options} & SERVICE_OPTIONS}
+    timing = {name: options.pop(name) for name in {*options} & {"linger_s", "clock"}}
+    options["timing"] = dataclasses.replace(options.get("timing", ServiceTiming()), **timing)
+    return open_service(engine, ServiceConfig(**config | ({"endpoint": endpoint} if endpoint else {})), **options)
+
+
 @contextmanager
 def serving(engine: Any, end: LoopbackService | None = None, **options: Any) -> Iterator[Service]:
     """Run a service in a thread, at `end` or at a socket, and end it whatever happens."""
@@ -111,7 +122,7 @@ def serving(engine: Any, end: LoopbackService | None = None, **options: Any) -> 
 @contextmanager
 def serving_at(engine: Any, endpoint: str | None, **options: Any) -> Iterator[Service]:
     """Run a service as `serving` does, at an endpoint."""
-    service = Service(engine, endpoint, **options)
+    service = service_of(engine, endpoint, **options)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:

@@ -12,7 +12,7 @@ import pytest
 from rollout.engine.types import Limits, Sampling
 from rollout.transport import frames as frames_module
 from rollout.transport import messages as m
-from rollout.transport.errors import ProtocolError
+from rollout.transport.errors import InvalidRequest, ProtocolError
 from rollout.transport.frames import DTYPES, Decoder, frame_bytes, pack
 from tests.support.wire_fuzz import CLIENT_MESSAGES, HEADERS, REFERENCES, UNIONS, kinds, mutate, same, valid_frames
 
@@ -140,14 +140,24 @@ def test_unknown_fields_and_wrong_directions() -> None:
     assert Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(future)]).protocol == 4
 
 
+def test_a_sampling_that_is_refused_concerns_its_group() -> None:
+    """Other values that cannot be, and ids that are too long, concern the message."""
+    header = {"type": "submit", "group_id": "g", "sampling": {"n": 0}, "prompt": [1, "int32", [2]]}
+    with pytest.raises(InvalidRequest, match="n=0: must be at least 1") as caught:
+        Decoder[Any](m.ClientMessage, Limits()).unpack([msgspec.msgpack.encode(header), b"8 bytes."])
+    assert caught.value.group_id == "g"
+    assert "Expected `int`" in refusal([msgspec.msgpack.encode(header | {"sampling": {"n": "0"}}), b"8 bytes."])
+    assert "n=0: must be" in refusal([msgspec.msgpack.encode(header | {"group_id": "g" * 200}), b"8 bytes."])
+
+
 def escapes(decoder: Decoder[Any], rng: random.Random, valid: list[list[bytes]], count: int) -> tuple[int, list[str]]:
-    """(messages refused, what came out other than a message or ProtocolError)."""
+    """(messages refused, what came out other than a message, ProtocolError or a refused `Sampling`)."""
     refused, escaped = 0, []
     for _ in range(count):
         frames = mutate(rng, rng.choice(valid))
         try:
             decoder.unpack(frames)
-        except ProtocolError:
+        except (ProtocolError, InvalidRequest):
             refused += 1
         except BaseException as error:
             escaped.append(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 /* Attention over paged KV on CPUs, in one file without headers of torch.
 
-   The promise: what a query gets depends on its own numbers alone. A query meets its context unit by unit, a unit being the
+   The result of a query depends on its own tokens alone. A query meets its context unit by unit, a unit being the
    blocks of UNIT tokens from a multiple of UNIT on, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022),
    and every number of it lives in lanes of its own: tiles of 1 … 6 queries, a shared or a private unit, one thread or many run
    the same operations on the same lanes in the same order. A masked position adds exactly nothing. No query's units are ever

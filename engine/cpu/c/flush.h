@@ -1,3 +1,4 @@
+/* Mode of the floating-point unit that flushes denormal numbers to zero. */
 #pragma once
 
 #include "vectors.h"

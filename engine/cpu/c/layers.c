@@ -1,4 +1,4 @@
-/* What a Llama-like decoder does beside attention, in bf16 or fp32, on any CPU.
+/* All layers of a Llama-like decoder except attention, in bf16 or fp32, on any CPU.
 
    Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here all layers are one parallel
    region, or one from attention to attention where that is called from Python:

@@ -1,4 +1,4 @@
-/* Where the fields of a struct lie: Python has each struct once more and compares the two before it calls anything. */
+/* Tables of field offsets, so that Python can check its definitions of the structs before it calls any function. */
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,5 @@
-/* The one place that layers.c multiplies through: chooses the kernel, hands out its panels, and makes outputs of its sums. */
+/* nn.Linear for layers.c: chooses a product kernel, distributes its panels among threads, and computes outputs from its sums (bias,
+   rounding, residual, silu · mul). */
 
 #include "layout.h"
 #include "products.h"

@@ -1,4 +1,5 @@
-/* What this machine can do at best: `rollout bench products` compares with it, and a choice between instructions follows it. */
+/* Measures the peak speed of multiplications and of memory reads here, for `rollout bench products` and for the choice between
+   instructions. */
 
 #include <pthread.h>
 #include <time.h>

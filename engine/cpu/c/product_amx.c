@@ -1,4 +1,4 @@
-/* Products in tiles of AMX: 32 outputs × 32 rows at a time, K in natural order in four accumulators.
+/* Product kernel for AMX tiles: 32 outputs × 32 rows at a time, K in natural order in four accumulators.
 
    The weights are the left operand and are loaded where they lie; x is the right one and is packed once for all threads,
 

@@ -1,4 +1,4 @@
-/* Products whose lanes are outputs: `product_fma` on any CPU, `product_dot` where there is vdpbf16ps.
+/* Product kernels with one output per vector lane: `product_fma` on any CPU, `product_dot` on CPUs with vdpbf16ps.
 
    A panel's weights are transposed piece by piece into the cache,
 

@@ -1,4 +1,4 @@
-/* x · wᵀ, as kernels that can be exchanged: one file and one line of `product_for` (linear.c) for each.
+/* Interface of the product kernels, x · wᵀ: one file and one line of `product_for` (linear.c) for each kernel.
 
    A kernel multiplies the rows of x with a *panel* of outputs, whose weights are read where they lie, and leaves fp32 sums; what
    becomes of these (bias, rounding, residual, silu · mul) is in linear.c and the same for all. The bits of a sum depend on its

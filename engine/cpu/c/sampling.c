@@ -1,4 +1,4 @@
-/* Draws by inverse CDF from rows of logits, with the log-probs of torch's own log_softmax.
+/* Sampling by inverse CDF from rows of logits, with the log-probs of torch's log_softmax.
 
    Sums over a vocabulary are kept in LANES lanes, of which a vector holds VL, and folded in one order: a draw has the same bits
    for every VL. */

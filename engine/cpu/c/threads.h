@@ -1,4 +1,4 @@
-/* A team of threads: those of torch's OpenMP, so that two pools never fight for the cores. */
+/* A team of threads: those of torch's OpenMP, so that no second pool competes for the cores. */
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-/* VL rows of VL words, `row` bytes apart at any address: to[word][lane = row]. */
+/* Transposes VL rows of VL words, `row` bytes apart at any address: to[word][lane = row]. */
 #pragma once
 
 #include "vectors.h"

@@ -11,7 +11,7 @@
 
 verl loads `rollout.integrations.verl.plugin` when it is imported (entry points of the group `verl.plugins`), which makes the
 name known. verl asks for an older transformers than the engine, so the service usually runs in an environment of its own:
-`python`, or `address` of a service that runs already. In verl's own environment `pip install --no-deps -e .` in the checkout is
+`python`, or `address` of a service that runs already. In verl's own environment `pip install --no-deps .` in the checkout is
 enough, beside msgspec, pyzmq, tomli-w and xxhash.
 
 A replica of verl is one actor of Ray (`rollout.integrations.verl.replica`) that holds a service and a client of it. Weights

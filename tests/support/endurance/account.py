@@ -41,7 +41,7 @@ class Group(NamedTuple):
     floor: int
     """version that was live when it was submitted"""
     life: int
-    """of the front, then"""
+    """of the router, then"""
     before: frozenset[int] = frozenset()
     """versions that made the conversation which it continues: a turn reads its own KV, whichever weights computed it"""
 
@@ -56,9 +56,9 @@ class Account:
         self.version = 0
         """the last one known to be live"""
         self.life = 1
-        """of the front"""
+        """of the router"""
         self.exhausted = False
-        """the front has no descriptors left, and may say so"""
+        """the router has no descriptors left, and may say so"""
         self.may_serve = {0}
         """versions that anybody may have had"""
         self.waiting: dict[str, float] = {}

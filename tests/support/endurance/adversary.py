@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from tests.support.endurance.account import Account
-from tests.support.endurance.serving import Front
+from tests.support.endurance.serving import Router
 from tests.support.faulty_link import Proxy
 from tests.support.lasting import ROOT
 
@@ -29,9 +29,9 @@ EXHAUSTED_S = 3.0
 SPARE_FDS = 2
 """descriptors that an exhausted process may still open"""
 FULL = 0.3
-"""share of the ends of a front that come of a full disk"""
+"""share of the ends of a router that come of a full disk"""
 FULL_S = 20.0
-"""for a front that cannot write its journal to end, which it does with its next commit"""
+"""for a router that cannot write its journal to end, which it does with its next commit"""
 
 
 class Nothing(bytearray):
@@ -50,8 +50,8 @@ def proxy_of(endpoint: str, seed: int) -> Proxy:
 class Adversary:
     """survivor: name of the replica that is left alone, so that what it holds can be watched for long."""
 
-    def __init__(self, account: Account, front: Front, proxies: list[Proxy], survivor: str, seed: int) -> None:
-        self.account, self.front, self.proxies, self.survivor = account, front, proxies, survivor
+    def __init__(self, account: Account, router: Router, proxies: list[Proxy], survivor: str, seed: int) -> None:
+        self.account, self.router, self.proxies, self.survivor = account, router, proxies, survivor
         self.rng = random.Random(seed)
         self.stopped: dict[int, float] = {}
         """until when, by pid"""
@@ -60,18 +60,18 @@ class Adversary:
         self.liar = threading.Thread()
 
     def torment(self, until: float, storm: bool, alive: Callable[[], None]) -> None:
-        """Kill, stop and cut until a time of the monotonic clock. storm: nobody is spared, nor the front. alive: is called
+        """Kill, stop and cut until a time of the monotonic clock. storm: nobody is spared, nor the router. alive: is called
         again and again."""
         pace = PACE_S[self.account.model.kind]
-        front_at = time.monotonic() + self.rng.uniform(1.0, 4.0)
+        router_at = time.monotonic() + self.rng.uniform(1.0, 4.0)
         act_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * pace
         while (now := time.monotonic()) < until:
             time.sleep(0.2)
             alive()
             self._go_on(now)
-            if storm and now > front_at:
-                self._kill_front(full=self.rng.random() < FULL)
-                front_at = time.monotonic() + self.rng.uniform(2.0, 6.0) * pace
+            if storm and now > router_at:
+                self._kill_router(full=self.rng.random() < FULL)
+                router_at = time.monotonic() + self.rng.uniform(2.0, 6.0) * pace
             if now > act_at:
                 act_at = now + self.rng.uniform(0.5, 1.5) * pace
                 self._act(self.rng.choices(list(KINDS), list(KINDS.values()))[0], storm)
@@ -83,7 +83,7 @@ class Adversary:
             send(pid, signal.SIGCONT)
 
     def _act(self, kind: str, storm: bool) -> None:
-        replicas = {name: pid for name, pid in self.front.replicas().items() if storm or name != self.survivor}
+        replicas = {name: pid for name, pid in self.router.replicas().items() if storm or name != self.survivor}
         name = self.rng.choice(sorted(replicas)) if replicas else None
         if kind == "cut" and self.proxies:
             self.rng.choice(self.proxies).cut()
@@ -97,7 +97,7 @@ class Adversary:
         elif kind == "replica" and name is not None:
             self.account.count("kills_of_replicas", send(replicas[name], signal.SIGKILL))
         elif kind == "descriptors":
-            self._exhaust(self.front.pid)
+            self._exhaust(self.router.pid)
         elif kind == "stop" and name is not None:
             pid = replicas[name]
             self.ever_stopped.add(pid)
@@ -120,30 +120,30 @@ class Adversary:
             self.account.exhausted = False
 
     def _fill_disk(self) -> None:
-        """Let the front write no more to any file. It must end by itself: what it cannot keep it may not promise."""
-        self.front.excuse()
-        resource.prlimit(self.front.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        """Let the router write no more to any file. It must end by itself: what it cannot keep it may not promise."""
+        self.router.excuse()
+        resource.prlimit(self.router.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         deadline = time.monotonic() + FULL_S
-        while self.front.alive and time.monotonic() < deadline:
+        while self.router.alive and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.account.count("full_disks", not self.front.alive)
+        self.account.count("full_disks", not self.router.alive)
 
-    def _kill_front(self, full: bool) -> None:
+    def _kill_router(self, full: bool) -> None:
         self._go_on(float("inf"))
         self.account.version = 0  # it comes back with older weights, if its replicas were killed as well
         self.account.life += 1
         if full:
             self._fill_disk()
-        self.front.kill()
+        self.router.kill()
         self.account.life += 1  # what began while it was ending is cut by its end as well
-        self.account.count("kills_of_fronts")
-        self.front.start()
+        self.account.count("kills_of_routers")
+        self.router.start()
 
     def _liar(self, seed: int) -> None:
         """Let a replica join that sends what is none of its groups' samples, and kill it after a while."""
-        told = self.front.folder / f"lies{seed}"
-        words = [sys.executable, "-m", "tests.support.endurance.liar", str(seed), str(told), *self.front.joining]
-        with (self.front.folder / "liar.log").open("ab") as log:
+        told = self.router.folder / f"lies{seed}"
+        words = [sys.executable, "-m", "tests.support.endurance.liar", str(seed), str(told), *self.router.joining]
+        with (self.router.folder / "liar.log").open("ab") as log:
             child = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         try:
             child.wait(LIAR_S)
@@ -154,7 +154,7 @@ class Adversary:
         self.account.count("liars", told.exists())
 
     def _mayfly(self, seed: int, live_s: float) -> None:
-        words = [sys.executable, "-m", "tests.support.endurance.mayfly", self.front.endpoint, str(seed)]
+        words = [sys.executable, "-m", "tests.support.endurance.mayfly", self.router.endpoint, str(seed)]
         child = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert child.stdout is not None
         timer = threading.Timer(MAYFLY_S, child.kill)

@@ -22,7 +22,7 @@ from rollout.engine.types import Sample, Sampling
 from rollout.transport.errors import RolloutError
 from tests.support.endurance.account import Account, spans
 from tests.support.endurance.models import CLASSES, TestModel
-from tests.support.endurance.serving import Front
+from tests.support.endurance.serving import Router
 from tests.support.lasting import free_port
 
 WAIT = 200.0
@@ -71,30 +71,30 @@ class Numberless:
         self._model = TestModel("tiny", folder)
         endpoint = f"tcp://127.0.0.1:{free_port()}"
         service = ServiceConfig(endpoint=endpoint, journal=str(folder / "journal"))
-        self._front = Front(Config(engine=self._model.config(seed), service=service), folder)
+        self._router = Router(Config(engine=self._model.config(seed), service=service), folder)
         self._contents = Contents(account)
         self._content = 0
 
     def run(self) -> None:
         """Refresh, sample and kill until it is over; then see what was open come."""
         try:
-            self._front.start()
+            self._router.start()
             with RolloutClient(
-                self._front.endpoint, name="numberless", connect_timeout_s=WAIT, link_timeout_s=WAIT, restart_timeout_s=WAIT
+                self._router.endpoint, name="numberless", connect_timeout_s=WAIT, link_timeout_s=WAIT, restart_timeout_s=WAIT
             ) as client:
                 opened: list[Handle] = []
                 while not self._over.is_set():
                     opened = self._live(client, opened)
-                    self._front.kill()
+                    self._router.kill()
                     self._account.count("numberless_kills")
-                    self._front.start()
+                    self._router.start()
                 self._refresh(client)
                 self._take(opened)
         except Exception as error:
             self._account.found("lost", f"refreshes without a number failed: {error!r}")
         finally:
-            self._front.stop()
-        for line in self._front.failures():
+            self._router.stop()
+        for line in self._router.failures():
             self._account.found("crashes", line[-800:])
 
     def _live(self, client: RolloutClient, opened: list[Handle]) -> list[Handle]:

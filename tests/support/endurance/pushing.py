@@ -32,7 +32,7 @@ class Whole(NamedTuple):
     version: int
     digest: str
     life: int
-    """of the front that serves them"""
+    """of the router that serves them"""
 
 
 class Pushing:

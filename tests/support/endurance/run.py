@@ -1,8 +1,8 @@
 """A fleet under attack for hours:  make endurance HOURS=0.1 SEED=0     (python -m tests.support.endurance.run)
 
-    front of two replicas ── trainers ── Account ── Judge (an engine of its own)
+    router of two replicas ── trainers ── Account ── Judge (an engine of its own)
        │    │    └─ garbage, half handshakes, deaf readers, broken weights
-       │    └─ Adversary: SIGKILL, SIGSTOP, cut links; in the last part of a phase the front as well
+       │    └─ Adversary: SIGKILL, SIGSTOP, cut links; in the last part of a phase the router as well
        └─ Watcher: memory, descriptors, threads, pinned bytes
 
 Phases with a tiny model and SmolLM2 take turns. It ends with a table, promise by promise, the seed that replays what was found,
@@ -38,13 +38,13 @@ from tests.support.endurance.http import HttpTrainer
 from tests.support.endurance.models import Kind, TestModel
 from tests.support.endurance.numberless import Numberless
 from tests.support.endurance.pushing import Pushing
-from tests.support.endurance.serving import Front
+from tests.support.endurance.serving import Router
 from tests.support.endurance.trainers import KINDS, WAIT
 from tests.support.lasting import ROOT, free_port
 
 PHASE_S = 1800.0
 STORM = 0.2
-"""last part of a phase, in which the front is killed as well"""
+"""last part of a phase, in which the router is killed as well"""
 GARBAGE_A_SECOND = 170.0
 """of each attacker; more than half of them are no messages"""
 ATTACKERS = 2
@@ -76,19 +76,19 @@ class Phase:
             ),
             fleet=FleetConfig(replicas=2, replica_grace_s=WAIT, listen_replicas=f"tcp://127.0.0.1:{free_port()}"),
         )
-        self.front = Front(config, self.folder)
+        self.router = Router(config, self.folder)
         self.watcher = leaks.Watcher()
         self.longest_turn_s = self.longest_turn_cpu_s = 0.0
         self.malformed = Counter[int]()
-        """told by the service, by life of the front"""
+        """told by the service, by life of the router"""
         self.growths: list[leaks.Growth] = []
 
     def run(self) -> None:
         with ExitStack() as stack:
-            self.front.start()
-            stack.callback(self.front.stop)
-            proxies = [stack.enter_context(proxy_of(self.front.endpoint, self.seed + i)) for i in range(2)]
-            self.adversary = Adversary(self.account, self.front, proxies, f"local-{self.number % 2}", self.seed)
+            self.router.start()
+            stack.callback(self.router.stop)
+            proxies = [stack.enter_context(proxy_of(self.router.endpoint, self.seed + i)) for i in range(2)]
+            self.adversary = Adversary(self.account, self.router, proxies, f"local-{self.number % 2}", self.seed)
             stack.callback(self.settled.set)
             stack.callback(self.over.set)
             jobs = self._jobs([proxy.address for proxy in proxies])
@@ -115,16 +115,16 @@ class Phase:
 
     def _jobs(self, proxied: list[str]) -> list[threading.Thread]:
         """Start whoever asks and looks."""
-        pushing = Pushing(self.account, self.front.endpoint, self.seed, self.scratch, self.over, self.settled)
+        pushing = Pushing(self.account, self.router.endpoint, self.seed, self.scratch, self.over, self.settled)
         judge = Judge(self.account, self.seed)
-        addresses = [*proxied, self.front.endpoint]
+        addresses = [*proxied, self.router.endpoint]
         jobs = [threading.Thread(target=pushing.run, name="pusher"), threading.Thread(target=self._look, name="watcher")]
         for number in range(self.trainers):
             address = addresses[number % len(addresses)]
             trainer = KINDS[number % len(KINDS)](number, self.seed, address, self.account, self.over)
             jobs.append(threading.Thread(target=trainer.run, name=f"trainer {number}"))
         jobs.append(threading.Thread(target=judge.run, args=(self.settled,), name="judge"))
-        http = HttpTrainer(self.trainers, self.seed, self.front.endpoint, self.account, self.over, self.folder)
+        http = HttpTrainer(self.trainers, self.seed, self.router.endpoint, self.account, self.over, self.folder)
         jobs.append(threading.Thread(target=http.run, name="trainer over HTTP"))
         numberless = Numberless(self.account, self.seed, self.folder / "numberless", self.over)
         jobs.append(threading.Thread(target=numberless.run, name="refreshes without a number"))
@@ -138,7 +138,7 @@ class Phase:
         found = []
         for number in range(ATTACKERS):
             words = [str(self.seed + number), str(GARBAGE_A_SECOND), str(self.folder / f"garbage{number}")]
-            command = [sys.executable, "-m", "tests.support.endurance.garbage", self.front.endpoint, *words]
+            command = [sys.executable, "-m", "tests.support.endurance.garbage", self.router.endpoint, *words]
             child = subprocess.Popen(command, cwd=ROOT)
             stack.callback(child.wait, 60)
             stack.callback(child.terminate)
@@ -148,17 +148,17 @@ class Phase:
     # looking
 
     def _alive(self) -> None:
-        if not self.front.alive:
-            self.account.found("crashes", f"the front ended by itself; its log ends with {self.front.failures()[-5:]}")
-            self.front.start()
+        if not self.router.alive:
+            self.account.found("crashes", f"the router ended by itself; its log ends with {self.router.failures()[-5:]}")
+            self.router.start()
 
     def _look(self) -> None:
         """Note what the processes hold, and what the service says of itself. For a thread."""
         try:
-            with RolloutClient(self.front.endpoint, name="watcher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
+            with RolloutClient(self.router.endpoint, name="watcher", connect_timeout_s=WAIT, link_timeout_s=WAIT) as client:
                 while not self.over.wait(LOOK_S):
                     life = self.account.life
-                    self.watcher.look({"front": self.front.pid, "facade": self.facade, **self._named_replicas()})
+                    self.watcher.look({"router": self.router.pid, "facade": self.facade, **self._named_replicas()})
                     try:
                         self._note(client.status(timeout=WAIT), life)
                     except RolloutError:
@@ -167,14 +167,14 @@ class Phase:
             self.account.found("crashes", f"the watcher failed: {error!r}")
 
     def _named_replicas(self) -> dict[str, int]:
-        return {f"replica {name}": pid for name, pid in self.front.replicas().items()}
+        return {f"replica {name}": pid for name, pid in self.router.replicas().items()}
 
     def _note(self, status: dict[str, Any], life: int) -> None:
         if life != self.account.life:
             return
-        self.front.told = {each["name"]: each["pid"] for each in status["replicas"] if each["pid"] is not None}
+        self.router.told = {each["name"]: each["pid"] for each in status["replicas"] if each["pid"] is not None}
         self.malformed[life] = max(self.malformed[life], int(status["service"]["malformed"]))
-        loops = {"front": status["loop"]}
+        loops = {"router": status["loop"]}
         for replica in status["replicas"]:
             if replica["pid"] not in self.adversary.ever_stopped and "loop" in replica:
                 loops[f"replica {replica['name']}"] = replica["loop"]
@@ -205,7 +205,7 @@ class Phase:
         left = "it does not answer"
         while time.monotonic() < deadline:
             try:
-                with RolloutClient(self.front.endpoint, name="last", connect_timeout_s=WAIT) as client:
+                with RolloutClient(self.router.endpoint, name="last", connect_timeout_s=WAIT) as client:
                     status = client.status(timeout=60)
             except RolloutError as error:
                 left = repr(error)
@@ -220,16 +220,16 @@ class Phase:
         self.account.found("leaks", f"after the end there is left: {left}")
 
     def _fds_left(self) -> int:
-        born, now = self.front.born, leaks.held(self.front.pid)
+        born, now = self.router.born, leaks.held(self.router.pid)
         return now.fds - born.fds if born is not None and now is not None else 0
 
     def _closed(self) -> None:
-        code = self.front.process.returncode if self.front.process is not None else None
+        code = self.router.process.returncode if self.router.process is not None else None
         if code != 0:
-            self.account.found("crashes", f"the front ended with exit status {code}")
-        for line in self.front.failures():
+            self.account.found("crashes", f"the router ended with exit status {code}")
+        for line in self.router.failures():
             self.account.found("crashes", line[-800:])
-        if left := self.front.left():
+        if left := self.router.left():
             self.account.found("orphans", f"replicas outlive their router: {left}")
 
     def totals(self) -> Counter[str]:
@@ -256,10 +256,10 @@ PROMISES = [
     ("P6, P15", "samples made again alone, to the bit, wherever they ran", "remade", ("unequal",)),
     ("P15", "log-probs scored by the service, to the bit", "scored", ("mixed",)),
     ("P5, P6", "replicas killed", "kills_of_replicas", ("lost", "doubled")),
-    ("P5, P6", "fronts killed, with a journal", "kills_of_fronts", ("lost", "doubled")),
-    ("P25", "replicas left behind by their router", "kills_of_fronts", ("orphans",)),
-    ("P5, P24", "fronts whose disk is full: they end, and go on", "full_disks", ("lost", "doubled")),
-    ("P4, P20", "fronts without descriptors", "descriptors_exhausted", ("lost", "crashes")),
+    ("P5, P6", "routers killed, with a journal", "kills_of_routers", ("lost", "doubled")),
+    ("P25", "replicas left behind by their router", "kills_of_routers", ("orphans",)),
+    ("P5, P24", "routers whose disk is full: they end, and go on", "full_disks", ("lost", "doubled")),
+    ("P4, P20", "routers without descriptors", "descriptors_exhausted", ("lost", "crashes")),
     ("P5", "samples over HTTP", "http_samples", ("lost",)),
     ("P20", "requests over HTTP that are none", "http_broken", ("crashes",)),
     ("P3, P15", "turns of agents", "turns", ("lost", "mixed")),

@@ -1,4 +1,4 @@
-"""A fleet's front as a process that may be killed and started again, with its log."""
+"""A fleet's router as a process that may be killed and started again, with its log."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FAILURES = re.compile(
 )
 """in a log: what a client must never bring about"""
 LIAR = "liar"
-"""name of a replica that lies: the front says so, and that is no failure"""
+"""name of a replica that lies: the router says so, and that is no failure"""
 EXPECTED = ("signal 9", "exit status 0", "an exit status that only its parent")
 ENDED = re.compile(r"replica ended name=(\S+) why='?\"?([^'\"]*)")
 
 
-class Front:
+class Router:
     """`rollout serve --replicas 2 --journal`, one life after the other at one address."""
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -36,7 +36,7 @@ class Front:
         self.endpoint = config.service.endpoint
         self.lives = 0
         self.told: dict[str, int] = {}
-        """pid of each replica, by name, as the front's status had it last; written by who asks for that"""
+        """pid of each replica, by name, as the router's status had it last; written by who asks for that"""
         self.excused: dict[int, int] = {}
         """by life, from which byte of its log on it may tell of its end"""
         self.toml = folder / "serve.toml"
@@ -55,7 +55,7 @@ class Front:
         return self.folder / f"service{self.lives}.log"
 
     def excuse(self) -> None:
-        """Let the front tell of errors from here on: its disk is full."""
+        """Let the router tell of errors from here on: its disk is full."""
         self.excused[self.lives] = self.log.stat().st_size
 
     def start(self) -> None:
@@ -83,19 +83,19 @@ class Front:
         return self.process is not None and self.process.poll() is None
 
     def replicas(self) -> dict[str, int]:
-        """Return the pid of each replica that has a process, by name, as far as the front has told; they outlive one that is
+        """Return the pid of each replica that has a process, by name, as far as the router has told; they outlive one that is
         killed."""
         return {name: pid for name, pid in self.told.items() if is_replica(pid)}
 
     def kill(self) -> None:
-        """Kill the front, if it has not ended."""
+        """Kill the router, if it has not ended."""
         assert self.process is not None and self.process.stdin is not None
         self.process.kill()
         self.process.wait(STOP_S)
         self.process.stdin.close()
 
     def left(self) -> dict[str, int]:
-        """Kill the replicas that are still there though their front was stopped in order. Returns their pids by name."""
+        """Kill the replicas that are still there though their router was stopped in order. Returns their pids by name."""
         deadline = time.monotonic() + STOP_S
         while (left := self.replicas()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -104,7 +104,7 @@ class Front:
         return left
 
     def stop(self) -> int:
-        """Stop the front in order (SIGTERM). Returns the exit status."""
+        """Stop the router in order (SIGTERM). Returns the exit status."""
         assert self.process is not None and self.process.stdin is not None
         self.process.send_signal(signal.SIGTERM)
         try:

@@ -16,7 +16,7 @@ from rollout.transport.errors import Busy, RolloutError, ServiceLost, StaleWeigh
 from tests.support.endurance.account import CUT_SHORT, ENDS, Account, Group, spans
 
 WAIT = 400.0
-"""for what comes: a bound for hangs only. A front that is killed has to load its model again"""
+"""for what comes: a bound for hangs only. A router that is killed has to load its model again"""
 
 
 class Trainer:

@@ -1,10 +1,10 @@
-"""The front of a fleet that is tormented, in a process of its own: what `rollout serve --replicas N --journal FILE` makes, with
+"""The router of a tormented fleet, in a process of its own: what `rollout serve --replicas N --journal FILE` makes, with
 hash engines for replicas and with links that can be cut.
 
-    python -m tests.support.chaos_front FOLDER ADDRESS READY_FILE REPLICAS SEED [FAULT]
+    python -m tests.support.chaos_router FOLDER ADDRESS READY_FILE REPLICAS SEED [FAULT]
 
-Lines of standard input: "cut NAME" cuts the link of that replica; its end is the front's. FOLDER/doubled gets a line for each
-child that comes out of the front twice, FOLDER/unprepared one for each commit of what a replica had not prepared. FAULT, which
+Lines of standard input: "cut NAME" cuts the link of that replica; its end is the router's. FOLDER/doubled gets a line for each
+child that comes out of the router twice, FOLDER/unprepared one for each commit of what a replica had not prepared. FAULT, which
 the accounts must show: "stale" = replica 1 takes no weights; "repeats" = repeats come and are not dropped; "unprepared" =
 commits are sent to replicas that have not prepared.
 """
@@ -22,15 +22,17 @@ from typing import Any
 
 import msgspec
 
+from rollout.config import ServiceConfig
 from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
+from rollout.fleet.replica_set import Predecessor
 from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
-from rollout.service.loop import Service
+from rollout.service.loop import open_service
 from rollout.transport.sockets import ServiceEnd
 from tests.support.faulty_link import Proxy
 
@@ -38,7 +40,7 @@ STEP_S = 0.004
 WAIT = 120.0
 """for what comes: a bound for hangs only"""
 ALONE_S = 20.0
-"""that a replica outlives its front"""
+"""that a replica outlives its router"""
 
 
 class Cut(JoinListener):
@@ -67,10 +69,10 @@ class Cut(JoinListener):
 
 
 class Watched(Fleet):
-    """Writes down what must not be: children that come out of the front twice, commits of what was not prepared."""
+    """Writes down what must not be: children that come out of the router twice, commits of what was not prepared."""
 
     def __init__(self, joins: JoinListener, launcher: Launcher, before: Served, folder: Path) -> None:
-        super().__init__(joins, launcher, before=before, returning=launcher.folder.returning)
+        super().__init__(joins, launcher, predecessor=Predecessor(before, launcher.folder.returning))
         self._folder, self._given = folder, set[tuple[str, int]]()
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
@@ -127,7 +129,7 @@ def main() -> None:
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         fleet.open(WAIT, count=1 if where.returning else None, patient=True)
-        service = Service(fleet, address, journal=journal, client_grace_s=WAIT)
+        service = open_service(fleet, ServiceConfig(endpoint=address, client_grace_s=WAIT), journal=journal)
         fleet.inbox.wake = service.wake
         signal.signal(signal.SIGTERM, lambda number, frame: service.stop("SIGTERM"))
 

@@ -1,4 +1,4 @@
-"""Unfinished groups of the router, and the children of each replica. Written by `FleetGroups`."""
+"""Records of the router's unfinished groups, and of their children on each replica. Written by `FleetGroups`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
-from rollout.client.handle import Handle
+from rollout.client.handle import OpenHandle
 from rollout.engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.fleet.replica import Replica
 
@@ -22,7 +22,7 @@ class PlacedChildren:
 
     open: OpenGroup
     replica: Replica
-    handle: Handle
+    handle: OpenHandle
     left: set[int]
     aborts: int
     """refreshes that had aborted all groups when it was sent"""
@@ -102,7 +102,8 @@ class OpenGroup:
         return {index for index in part.left & self.left if not self.rivals(part, index)}
 
     def take_back(self, part: PlacedChildren, orphans: set[int]) -> None:
-        """Take these children of a part back, with the tokens that were streamed unless the replica sent invalid data."""
+        """Make these children of a part unplaced again, with the tokens that were streamed unless the replica sent invalid
+        data."""
         if not part.replica.invalid and not self.group.score:  # a scored child generates no tokens
             self.partials |= {child.index: child for child in part.handle.partial_samples() if child.index in orphans}
         self.unplaced |= orphans

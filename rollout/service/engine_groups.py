@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout.engine.types import SEED_LIMIT, Group, Limits, Sample, Served
+from rollout.engine.types import SEED_LIMIT, Group, Sample, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
-from rollout.service.admission import check_room, checked_group
 from rollout.service.engine_api import EngineLike, live_of
 from rollout.service.group_names import engine_name, number_of
 from rollout.service.session import AcceptedGroup, GroupStatus, Session, without_tokens
+from rollout.service.validation import check_room, checked_group
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, IdConflict, InvalidRequest, RolloutError, StaleWeights
 from rollout.transport.frames import pack
@@ -94,13 +94,12 @@ class EngineGroups:
         self,
         engine: EngineLike,
         tracker: Tracker,
-        limits: Limits,
         max_outbox_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine = engine
-        self._tracker = tracker
-        self._limits = limits
+        self.engine = engine
+        self.tracker = tracker
+        self._limits = engine.limits
         self._max_outbox_bytes = max_outbox_bytes
         self._clock = clock
         self._groups = GroupTable()
@@ -133,7 +132,7 @@ class EngineGroups:
 
     def submit(self, session: Session, submit: m.Submit) -> None:
         """Submit a group to the engine. A repeated request changes nothing. Raises the typed error for the client."""
-        group_id, engine = submit.group_id, self._engine
+        group_id, engine = submit.group_id, self.engine
         engine_id = engine_name(session.number, self._submitted + 1)
         after = session.names.turn(submit.after)
         group = checked_group(submit, engine_id, after, self._limits, engine.vocab_size, engine.context)
@@ -157,7 +156,7 @@ class EngineGroups:
     def _submit_to_engine(self, session: Session, group: Group, group_id: str, client: str = "") -> None:
         """client: of the session, if that is a router. Raises InvalidRequest, GroupFailed."""
         try:
-            self._engine.submit(group, client=f"{session.number}.{client}" if client else str(session.number))
+            self.engine.submit(group, client=f"{session.number}.{client}" if client else str(session.number))
         except ValueError as error:
             raise InvalidRequest(str(error), group_id) from None
         except Exception as error:
@@ -166,7 +165,7 @@ class EngineGroups:
         session.streaming.hold(group_id, group)
         keeps, most = group.sampling.kv_ttl_s > 0, self._limits.max_samples_per_client
         self._release_kept(session.names.add(group_id, group.id, keeps, most))
-        self._tracker.begin(group)
+        self.tracker.begin(group)
 
     # groups of the journal
 
@@ -179,7 +178,7 @@ class EngineGroups:
         """Submit the parked groups whose weights are live."""
         if not self._parked:
             return
-        live = live_of(self._engine)
+        live = live_of(self.engine)
         for engine_id in [id for id, parked in self._parked.items() if live.follow(parked.weights)]:
             self._unpark(engine_id)
 
@@ -203,7 +202,7 @@ class EngineGroups:
         client, no request caused the exception, and it is raised."""
         started = self._clock()
         try:
-            samples = self._engine.step()
+            samples = self.engine.step()
         except Exception as error:
             log.exception("engine.step failed")
             if not (self._parked or self._groups.with_client()):
@@ -214,7 +213,7 @@ class EngineGroups:
         self.step_s = self._clock() - started
         self.deliver(samples, sessions)
         for session in sessions:
-            session.stream(self._engine)
+            session.stream(self.engine)
 
     def deliver(self, samples: Sequence[Sample], sessions: Iterable[Session]) -> None:
         """Deliver samples to their sessions, and abort the groups of sessions whose outbox is full."""
@@ -226,7 +225,7 @@ class EngineGroups:
 
     def _deliver(self, samples: Sequence[Sample]) -> None:
         if wanted := [sample for sample in samples if self._groups.wants(sample.group_id)]:
-            self._tracker.observe(wanted, self._engine.version)
+            self.tracker.observe(wanted, self.engine.version)
         for sample in samples:
             if sample.group_id not in self._groups:
                 log.error("sample of an unknown group group=%s index=%d", sample.group_id, sample.index)
@@ -269,7 +268,7 @@ class EngineGroups:
         if accepted.engine_id in self._groups:
             self._groups.mark(accepted, GroupStatus.DROPPED)
             self._aborts[accepted.engine_id, None] = None
-            self._tracker.forget(accepted.engine_id)
+            self.tracker.forget(accepted.engine_id)
         self._parked.pop(accepted.engine_id, None)
         session.drop(accepted.group_id)
 
@@ -287,7 +286,7 @@ class EngineGroups:
     def _process_abort(self) -> None:
         engine_id, index = next(iter(self._aborts))
         try:
-            self._deliver(self._engine.abort(engine_id, index))
+            self._deliver(self.engine.abort(engine_id, index))
         finally:
             del self._aborts[engine_id, index]
 
@@ -317,14 +316,14 @@ class EngineGroups:
         """End every group in the engine as "error", with the tokens that the engine still has."""
         for session, accepted in self._groups.with_client():
             try:
-                ended = self._engine.abort(accepted.engine_id)
+                ended = self.engine.abort(accepted.engine_id)
             except Exception:
                 log.exception("engine.abort failed")
                 ended = []
             self._deliver([msgspec.structs.replace(sample, finish_reason="error", error=reason) for sample in ended])
-            if accepted.running:  # the engine has lost some of its children
+            if accepted.running:  # the engine did not return all of its children
                 self._groups.remove(accepted)
-                self._tracker.forget(accepted.engine_id)
+                self.tracker.forget(accepted.engine_id)
                 session.drop(accepted.group_id)
                 session.reply(pack(m.Refused(GroupFailed.kind, reason, accepted.group_id)))
 

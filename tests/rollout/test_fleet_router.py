@@ -1,4 +1,4 @@
-"""A front that is killed, and the one after it: replicas outlive it, and it is known which weights are live."""
+"""A router that is killed, and the one after it: replicas outlive it, and it is known which weights are live."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
-from rollout.engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, manifest_digest
+from rollout.engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, WeightUpdate, manifest_digest
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
+from rollout.fleet.replica_set import Predecessor
 from rollout.fleet.survivor import Survivor
 from rollout.fleet.timing import Timing
 from rollout.fleet.weights import FleetWeights
@@ -55,7 +56,7 @@ def check(samples: list[Sample], version: int) -> None:
 
 
 class Lives:
-    """One front after the other on the same replicas."""
+    """One router after the other on the same replicas."""
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads = threads
@@ -64,7 +65,7 @@ class Lives:
         self._monkeypatch = monkeypatch
 
     def kill(self) -> None:
-        """Nothing more comes of the front: its links end without a word."""
+        """Nothing more comes of the router: its links end without a word."""
         with self._monkeypatch.context() as patch:
             patch.setattr(link_module, "say_goodbye", lambda *arguments: None)
             for replica in self.fleet.replicas.by_name.values():
@@ -73,8 +74,8 @@ class Lives:
         self.fleet.weights.close()
 
     def start(self, version: int, wait: bool = True, digest: str = "", timing: Timing = TIMING) -> Fleet:
-        """The next front, whose journal has that version; its replicas join it."""
-        self.fleet = fleet_over(self.threads, timing, before=Served(version, digest), returning=True)
+        """The next router, whose journal has that version; its replicas join it."""
+        self.fleet = fleet_over(self.threads, timing, predecessor=Predecessor(Served(version, digest), returning=True))
         if wait:
             self.fleet.open(WAIT, count=1, patient=True)
         return self.fleet
@@ -95,8 +96,8 @@ def lives_of(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> Iterator[Lives]
 # which weights are live
 
 
-def test_the_next_front_goes_on_with_the_weights_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that starts later gets them from another replica: the front has not got them any more."""
+def test_the_next_router_goes_on_with_the_weights_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts later gets them from another replica: the router has not got them any more."""
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
         refresh(lives.fleet, 2)
@@ -113,7 +114,7 @@ def test_the_next_front_goes_on_with_the_weights_of_the_replicas(monkeypatch: py
 
 @pytest.mark.parametrize("journaled", [1, 2])
 def test_a_refresh_that_one_replica_has_is_one_of_all(journaled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The front was killed while it committed. Never some of version 1 and some of version 2."""
+    """The router was killed while it committed. Never some of version 1 and some of version 2."""
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
         lives.kill()
@@ -127,10 +128,10 @@ def test_a_refresh_that_one_replica_has_is_one_of_all(journaled: int, monkeypatc
 
 
 def test_a_refresh_that_no_replica_has_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the front before has staged is not in the way of the next one."""
+    """What the router before has staged is not in the way of the next one."""
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
-        staging = lives.fleet.stage(manifest_of(weights_of(2)), version=2)
+        staging = lives.fleet.stage(WeightUpdate(manifest_of(weights_of(2)), version=2))
         step_until(lives.fleet, fed(staging, weights_of(2)))
         assert all(engine.staged for engine in lives.threads.engines.values())
         lives.kill()
@@ -149,7 +150,7 @@ def test_no_replica_has_what_was_live(monkeypatch: pytest.MonkeyPatch) -> None:
         fleet._grace_s = 0.0
         fleet.submit(Group("g", PROMPT, Sampling(n=2, max_tokens=10, seed=1)))
         with pytest.raises(WeightsRefused, match="all tensors must come first"):
-            fleet.stage(manifest_of({"w0": weights_of(5)["w0"]}), version=5, partial=True)
+            fleet.stage(WeightUpdate(manifest_of({"w0": weights_of(5)["w0"]}), version=5, partial=True))
         for _ in range(20):
             assert not fleet.step()
             time.sleep(0.02)
@@ -163,7 +164,7 @@ def test_no_replica_has_what_was_live(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replicas_with_other_weights_under_that_version_have_not_what_was_live(
     same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another front has refreshed them meanwhile, say. Nothing is sampled from theirs under this front's number."""
+    """Another router has refreshed them meanwhile, say. Nothing is sampled from theirs under this router's number."""
     with lives_of(monkeypatch) as lives:
         refresh(lives.fleet, 1)
         refresh(lives.fleet, 2)
@@ -175,7 +176,7 @@ def test_replicas_with_other_weights_under_that_version_have_not_what_was_live(
         step_until(fleet, lambda: fleet.weights.settled and lives.threads.replaced)
         assert (fleet.version, fleet.weights.digest) == (2, digest)
         step_until(fleet, lambda: fleet.mode is Mode.WITHOUT_WEIGHTS)
-        assert fleet.stage(manifest_of(weights_of(5)), version=None).version == 3
+        assert fleet.stage(WeightUpdate(manifest_of(weights_of(5)), version=None)).version == 3
 
 
 def test_taking_the_oldest_for_live_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,15 +224,15 @@ def test_one_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
         assert lives.threads.engines["r0"].live_digest() == fleet.weights.digest
 
 
-# what a service does for a front
+# what a service does for a router
 
 
-@pytest.mark.parametrize("old_one_is", ["a front", "a client"])
-def test_a_front_has_its_replica_for_itself(old_one_is: str) -> None:
-    """It takes the place of another front, not that of a client: whoever can reach a service can say such a Hello."""
+@pytest.mark.parametrize("old_one_is", ["a router", "a client"])
+def test_a_router_has_its_replica_for_itself(old_one_is: str) -> None:
+    """It takes the place of another router, not that of a client: whoever can reach a service can say such a Hello."""
     bench = Bench()
     old, new = bench.connect(), bench.connect()
-    old.hello(capabilities=(m.GATHERS,) if old_one_is == "a front" else ())
+    old.hello(capabilities=(m.GATHERS,) if old_one_is == "a router" else ())
     old.send(submit("g", n=2, max_tokens=1000))
     bench.turn()
     assert bench.engine.groups
@@ -259,7 +260,7 @@ def test_a_service_that_is_told_to_ends_when_it_is_alone() -> None:
         True,
     ]
     assert not LoopPhase().alone(0, 1e9)
-    bench = Bench(watch=LoopPhase(alone_s=1e-9))
+    bench = Bench(exit_without_clients_s=1e-9)
     bench.client()
     bench.turn(3)
     assert bench.service._stop_reason is None
@@ -472,10 +473,10 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     peer.send(m.Share(8))
     bench.turn(2)
     assert "ZeroDivisionError" in peer.refused().message
-    monkeypatch.delattr(HashEngine, "own")  # as of a front
-    front = Bench(HashEngine())  # type: ignore[arg-type]
-    peer = front.client().send(m.Share(9))
-    front.turn()
+    monkeypatch.delattr(HashEngine, "own")  # as of a router
+    router = Bench(HashEngine())  # type: ignore[arg-type]
+    peer = router.client().send(m.Share(9))
+    router.turn()
     assert "ask one of its replicas" in peer.refused().message
 
 
@@ -484,7 +485,7 @@ def test_what_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.long
 def test_rollout_serve_goes_on_with_its_replicas(tiny_config: Config, tmp_path: Path) -> None:
-    """The command line, a model, a refresh, SIGKILL of the front: the same replicas serve the refreshed weights."""
+    """The command line, a model, a refresh, SIGKILL of the router: the same replicas serve the refreshed weights."""
     endpoint, toml = f"tcp://127.0.0.1:{free_port()}", tmp_path / "config.toml"
     toml.write_text(dump(tiny_config))
     flags = ["--config", str(toml), "--service.endpoint", endpoint, "--replicas", "2", "--fleet.router-grace-s", "5"]
@@ -493,7 +494,7 @@ def test_rollout_serve_goes_on_with_its_replicas(tiny_config: Config, tmp_path: 
     def start(life: int) -> subprocess.Popen[bytes]:
         ready = tmp_path / f"ready{life}"
         process = subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT, stdout=subprocess.DEVNULL)
-        until(lambda: ready.exists() or process.poll() is not None, "the front listens", 200)
+        until(lambda: ready.exists() or process.poll() is not None, "the router listens", 200)
         assert process.poll() is None
         return process
 
@@ -522,7 +523,7 @@ def test_rollout_serve_goes_on_with_its_replicas(tiny_config: Config, tmp_path: 
                     assert one.logprobs.tobytes() == other.logprobs.tobytes()
         process.kill()
         process.wait(WAIT)
-        until(lambda: not any(map(lives, again.values())), "replicas without a front end by themselves", WAIT)
+        until(lambda: not any(map(lives, again.values())), "replicas without a router end by themselves", WAIT)
     finally:
         process.kill()
         process.wait(WAIT)

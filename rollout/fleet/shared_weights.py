@@ -1,4 +1,4 @@
-"""The router's copy of the weights: payloads in its shared memory, and which of them are live.
+"""The router's copy of the live weights, in shared memory that replicas read.
 
 live = base, or base + adapter     base: None (the replicas' checkpoint), whole tensors, or some tensors over the checkpoint
 refresh of whole tensors  → base, no adapter          of some → written into base          of an adapter → replaces the last one

@@ -1,4 +1,4 @@
-"""Validates requests before anything is done. Each function raises the typed error that the client gets."""
+"""Validates requests of clients before the service acts on them. Each function raises the typed error that the client gets."""
 
 from __future__ import annotations
 
@@ -83,19 +83,22 @@ def check_room(session: Session, group_id: str, n: int, limits: Limits, max_outb
         )
 
 
-def welcome(hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, limits: Limits) -> m.Welcome:
+def welcome(
+    hello: m.Hello, session: Session, engine: EngineLike, incarnation: str, starts: int, served_model_name: str = ""
+) -> m.Welcome:
     """Make the answer to a Hello: the model, the limits, and which groups of the client the service has."""
     return m.Welcome(
         protocol=m.PROTOCOL,
         hello=hello.number,
         incarnation=incarnation,
         model=engine.model.name,
+        served_model_name=served_model_name,
         vocab_size=engine.vocab_size,
         context=engine.context,
         eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
         version=engine.version,
         digest=engine.weights.digest,
-        limits=limits,
+        limits=engine.limits,
         capabilities=(m.DIGESTS, *capabilities(engine.model.device)),
         arithmetic=engine.arithmetic,
         starts=starts,

@@ -1,0 +1,70 @@
+# Images of the service, with `rollout http` and Prometheus metrics; docs/install.md shows how to run them:
+#
+#     docker build --target cpu --tag rollout:cpu .
+#     docker build --target cuda --tag rollout:cuda .
+#
+# Both run as user 1000. Packages have the versions of uv.lock.
+
+ARG PYTHON=3.12.12-slim-bookworm
+
+# The wheel, with the kernels of every x86-64 (or of another architecture, in plain C), and the locked versions.
+# Versions of Debian's packages are those of the pinned image.
+FROM python:${PYTHON} AS wheel
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN pip install --no-cache-dir uv==0.13.9
+WORKDIR /source
+COPY pyproject.toml uv.lock setup.py README.md LICENSE ./
+COPY engine ./engine
+COPY transport ./transport
+COPY recipes ./recipes
+COPY rollout ./rollout
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && uv export --frozen --no-hashes --no-emit-project --extra serve --extra http --extra metrics --output-file /wheels/locked.txt
+
+# torch's index has the same versions as PyPI, built for the CPU
+FROM python:${PYTHON} AS cpu-packages
+COPY --from=wheel /wheels /wheels
+RUN python -m venv /opt/rollout \
+    && /opt/rollout/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
+        --constraint /wheels/locked.txt "$(ls /wheels/*.whl)[serve,http,metrics]"
+
+# torch from PyPI brings CUDA's libraries; the host has the driver and NVIDIA's container toolkit
+FROM python:${PYTHON} AS cuda-packages
+COPY --from=wheel /wheels /wheels
+RUN python -m venv /opt/rollout \
+    && /opt/rollout/bin/pip install --no-cache-dir --constraint /wheels/locked.txt "$(ls /wheels/*.whl)[serve,http,metrics]"
+
+FROM python:${PYTHON} AS user
+RUN useradd --uid 1000 --create-home rollout \
+    && install --directory --owner rollout --group rollout /cache
+ENV PATH=/opt/rollout/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    ROLLOUT_CACHE=/cache \
+    HF_HOME=/cache/huggingface \
+    ROLLOUT_ADDRESS=tcp://127.0.0.1:5655
+EXPOSE 5655 8000
+# A service with keys asks for one here too: ROLLOUT_ADDRESS is then a connection file with the role read.
+HEALTHCHECK --interval=30s --timeout=20s --start-period=600s --retries=3 \
+    CMD ["sh", "-c", "rollout status --timeout 10 --address \"$ROLLOUT_ADDRESS\" >/dev/null"]
+ENTRYPOINT ["rollout"]
+CMD ["serve", "--model", "smollm2"]
+
+FROM user AS cpu
+COPY --from=cpu-packages /opt/rollout /opt/rollout
+USER 1000
+WORKDIR /home/rollout
+
+# Triton compiles a small C file for each kernel when it is first used
+FROM user AS cuda
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=cuda-packages /opt/rollout /opt/rollout
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000
+WORKDIR /home/rollout

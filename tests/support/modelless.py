@@ -1,0 +1,34 @@
+"""`rollout serve` with an engine that needs neither a model nor torch, for tests of the process alone.
+
+    python -m tests.support.modelless serve --config FILE …
+
+`service_process(config, python=str(as_python(folder)))` starts it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def as_python(folder: Path) -> Path:
+    """Write a program that takes the place of `python` in `python -m rollout …`."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nshift 2\ncd {ROOT} && exec {sys.executable} -m tests.support.modelless "$@"\n')
+    program.chmod(0o700)
+    return program
+
+
+def run() -> int:
+    from rollout.commands import starting
+    from rollout.commands.main import main
+    from tests.support.fake_engine import FakeEngine
+
+    starting.load = lambda config: FakeEngine(config.limits)  # type: ignore[assignment, return-value]
+    return main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(run())
