@@ -702,10 +702,8 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
     """
 
     group_id: str
-    """of the group that was submitted"""
     index: int
     finish_reason: FinishReason
-    """why it ended"""
     prompt_tokens: int
     error: str | None = None
     seconds: float = 0.0

@@ -23,12 +23,17 @@ OF_THE_IO_THREAD = {
 
 def arguments() -> str:
     """Describe the arguments of the client's constructor."""
-    _, entries = inspect.getdoc(RolloutClient).split("Args:\n")  # type: ignore[union-attr]
-    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", entries, re.MULTILINE | re.DOTALL)
-    parameters = inspect.signature(RolloutClient).parameters
-    assert {name for name, _ in found} == set(parameters)
-    rows = [(f"`{name}`", f"`{parameters[name].default!r}`", text) for name, text in found if name != "clock"]
+    entries, parameters = entries_of(RolloutClient, "Args"), inspect.signature(RolloutClient).parameters
+    assert set(entries) == set(parameters)
+    rows = [(f"`{name}`", f"`{parameters[name].default!r}`", text) for name, text in entries.items() if name != "clock"]
     return table(("argument", "default", "meaning"), rows)
+
+
+def entries_of(owner: type, section: str) -> dict[str, str]:
+    """Return the entries of a section of a docstring, such as Args, by name."""
+    _, _, after = (inspect.getdoc(owner) or "").partition(f"{section}:\n")
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)", after, re.MULTILINE | re.DOTALL)
+    return {name: text.strip().removesuffix(".") for name, text in found}
 
 
 def methods(owner: type) -> str:
@@ -50,13 +55,15 @@ def called(function: Any) -> str:
         if each.kind is each.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             names.append("*")
-        names.append(name if each.default is each.empty else f"{name}={each.default!r}")
+        prefix = "**" if each.kind is each.VAR_KEYWORD else ""
+        names.append(f"{prefix}{name}" if each.default is each.empty else f"{name}={each.default!r}")
     return ", ".join(names)
 
 
 def fields(*classes: type) -> str:
     """Describe the fields of structs with their defaults."""
     rows, without_default = [], True
+    entries = {name: text for owner in classes for name, text in entries_of(owner, "Attributes").items()}
     for owner in classes:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(body, ast.ClassDef)
@@ -65,7 +72,8 @@ def fields(*classes: type) -> str:
                 text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
                 default = "" if node.value is None else f"`{ast.unparse(node.value)}`"
                 without_default = without_default and not default
-                rows.append((f"`{node.target.id}`", f"`{ast.unparse(node.annotation)}`", default, str(text)))
+                name = node.target.id
+                rows.append((f"`{name}`", f"`{ast.unparse(node.annotation)}`", default, entries.get(name, str(text))))
     if without_default:
         return table(("field", "type", "meaning"), [(name, kind, text) for name, kind, _, text in rows])
     return table(("field", "type", "default", "meaning"), rows)

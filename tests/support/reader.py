@@ -41,12 +41,12 @@ SUBSTITUTED = (
     (".venv/bin/", ""),
     ("tcp://10.0.0.5:", "tcp://127.0.0.1:"),
     ("tcp://*:", "tcp://127.0.0.1:"),
-    ("/path/to/model", "smollm2"),
+    ("--model /path/to/model", "smollm2"),
     ("checkpoints/step-100", "$ROLLOUT_CACHE/smollm2-*"),
 )
 SERVERS = (["rollout", "serve"], ["rollout", "http"])
 """commands that run until the page ends, or until another one serves at the same address"""
-SHARED = ("rollout serve --model smollm2", "rollout serve smollm2")
+SHARED = ("rollout serve smollm2",)
 """commands that pages share: the first one starts it"""
 TOOLS = {
     "python": """exec {python} "$@" """,
