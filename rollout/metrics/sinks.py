@@ -165,7 +165,8 @@ def described_run(run: Any) -> str:
     folder = Path(run.dir).parent  # wandb names the folder of the files in it
     if run.offline:
         return f"wandb run of project {run.project} in {folder}, offline; upload it with: wandb sync {shlex.quote(str(folder))}"
-    return f"wandb run of project {run.project} at {run.url}, files in {folder}"
+    where = f" at {run.url}" if run.url else ""  # none with WANDB_MODE=disabled
+    return f"wandb run of project {run.project}{where}, files in {folder}"
 
 
 def define_metrics(run: Any) -> None:
