@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.client import AsyncHandle, AsyncRolloutClient, Handle, LinkTiming, RefreshHandle, RolloutClient, SampleStream
+    from rollout.client import (
+        AsyncHandle,
+        AsyncRefreshHandle,
+        AsyncRolloutClient,
+        Handle,
+        LinkTiming,
+        RefreshHandle,
+        RolloutClient,
+        SampleStream,
+    )
     from rollout.engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk, TokenColumns
     from rollout.transport.errors import (
         Busy,
@@ -39,6 +48,7 @@ if not (Path(__file__).parent / "engine").is_dir():
 
 __all__ = [
     "AsyncHandle",
+    "AsyncRefreshHandle",
     "AsyncRolloutClient",
     "Busy",
     "ClientClosed",

@@ -7,7 +7,7 @@ api, aio ──→ session ──→ link ──→ pending ──→ handle
 
 from rollout.client.aio import AsyncRolloutClient
 from rollout.client.api import RolloutClient
-from rollout.client.async_handle import AsyncHandle
+from rollout.client.async_handle import AsyncHandle, AsyncRefreshHandle
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.refresh import RefreshHandle
@@ -15,6 +15,7 @@ from rollout.client.streams import SampleStream
 
 __all__ = [
     "AsyncHandle",
+    "AsyncRefreshHandle",
     "AsyncRolloutClient",
     "Handle",
     "LinkTiming",

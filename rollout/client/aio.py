@@ -109,6 +109,10 @@ class AsyncRolloutClient:
     ) -> None:
         await self.close()
 
+    def __repr__(self) -> str:
+        """Describe the client in one line."""
+        return f"{type(self).__name__}({self._session.summary})"
+
     async def close(self) -> None:
         """End the session, as `RolloutClient.close`. May be repeated."""
         await asyncio.to_thread(self._close)

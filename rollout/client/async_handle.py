@@ -33,6 +33,13 @@ class AsyncHandle:
         self.handle = submit(self._notify)
         """the state of the group, which the I/O thread writes"""
 
+    def __repr__(self) -> str:
+        """Describe the group in one line."""
+        return f"Async{self.handle!r}"
+
+    def _repr_html_(self) -> str:
+        return self.handle._repr_html_()
+
     def __await__(self) -> Generator[Any, None, list[Sample]]:
         return self.result().__await__()
 

@@ -74,7 +74,9 @@ class ClientSession:
     def summary(self) -> str:
         """Describe the session in a few words."""
         closed = "" if self.link.calls.ended is None else ", closed"
-        return f"{self.address!r} {self.info.model!r} version {self.link.weights.live.version}{closed}"
+        welcome = self.link.welcome
+        model = "not connected" if welcome is None else f"{welcome.model!r} version {self.link.weights.live.version}"
+        return f"{self.address!r} {model}{closed}"
 
     def group_id(self, given: str | None) -> str:
         """Return the given group id, or a new one."""

@@ -62,8 +62,8 @@ class CallGroups:
 
     @property
     def n(self) -> int:
-        """Return the number of samples of all groups. A group of n < 1 counts as one: it is refused, which is one event too."""
-        return sum(max(handle.n, 1) for handle in self.handles)
+        """Return the number of samples of all groups."""
+        return sum(handle.n for handle in self.handles)
 
     def submit_all(self, groups: Iterable[Group]) -> None:
         """Send the groups. Raises what `submit` raises."""

@@ -117,7 +117,7 @@ def load(name: str) -> Any:
 
         from rollout import models
     except ImportError as error:
-        raise NoTokenizer(f"{error.name} is not installed: pip install transformers, or give token ids") from error
+        raise NoTokenizer(f"{error.name} is not installed: pip install 'rl-rollout[text]', or give token ids") from error
     try:
         return models.tokenizer_of(name)
     except (models.ModelNotFound, ImportError) as error:

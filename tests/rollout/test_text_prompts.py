@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout import InvalidRequest, NoTokenizer, RolloutClient, Sample, Sampling
+from rollout import AsyncRolloutClient, InvalidRequest, NoTokenizer, RolloutClient, Sample, Sampling
 from rollout.client.text import TextCodec
 from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
@@ -140,3 +141,19 @@ def test_the_tokenizer_is_that_of_the_service_s_model(tiny_model: Path, tokenize
         assert client.tokenizer is client.tokenizer and client.tokenizer.name_or_path == str(tiny_model)
     with serving(engine, other := LoopbackService()), RolloutClient(transport=other.connect(), tokenizer=tokenizer) as client:
         assert client.tokenizer is tokenizer
+
+
+def test_tasks_of_a_loop_give_text_too(end: LoopbackService, tiny_model: Path, client: RolloutClient) -> None:
+    async def converse() -> None:
+        async with AsyncRolloutClient(transport=end.connect(), tokenizer=tiny_model) as tasks:
+            assert repr(tasks).startswith("AsyncRolloutClient(") and tasks.encode(CHAT) == client.encode(CHAT)
+            handle = tasks.submit(CHAT, SHORT)
+            (first,) = await handle
+            assert handle.group.prompt.tolist() == client.encode(CHAT) and repr(handle).startswith("AsyncHandle('#0' 1 of 1")
+            turn = tasks.next_turn(first, CHAT, SHORT, append=" sure?")
+            assert turn.group.prompt.tolist()[-6:] == client.encode(" sure?") and len(await turn) == 1
+            async for sample in tasks.generate(["6 x 7?", CHAT], SHORT, timeout=WAIT):
+                assert tasks.decode(sample) == client.decode(sample)
+            assert [group[0].prompt_tokens async for group in tasks.generate_groups("6 x 7?", SHORT)] == [len("6 x 7?")]
+
+    asyncio.run(asyncio.wait_for(converse(), WAIT))
