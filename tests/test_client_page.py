@@ -53,7 +53,7 @@ def test_every_name_that_the_package_exports_is_on_the_page() -> None:
     missing = [name for name in rollout.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", page)]
     assert not missing
     if hasattr(rollout, "AsyncRolloutClient"):
-        asynchronous = vars(importlib.import_module("rollout.client.aio").AsyncRolloutClient)
+        asynchronous = dir(importlib.import_module("rollout.client.aio").AsyncRolloutClient)
         assert {name for name in asynchronous if not name.startswith("_")} <= set(re.findall(r"`(\w+)", page))
 
 

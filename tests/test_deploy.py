@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollout.commands.arguments import HttpArgs, ServeArgs, StatusArgs, parse
+from rollout.commands.arguments import HttpArgs, ServeArgs, StatusArgs, UsageError, parse
 from rollout.config import Config
 from rollout.process import service_process
 from tests.support.images import problems, stages_of, with_bases
@@ -82,7 +82,7 @@ def test_a_manifest_names_an_image_and_flags_that_exist(path: Path) -> None:
         for words in commands(container):
             assert isinstance(parse(words), ServeArgs | HttpArgs | StatusArgs)
     assert len(found) == 2
-    with pytest.raises(SystemExit):  # the negative control: such a flag does not exist
+    with pytest.raises(UsageError):  # the negative control: such a flag does not exist
         parse([*next(commands(found[0])), "--modle", "x"])
 
 

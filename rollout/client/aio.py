@@ -33,7 +33,7 @@ from rollout.client.submission import (
     scored_groups,
     turn_group,
 )
-from rollout.client.text import Messages, Prompt, TextCodec
+from rollout.client.text import Prompt, TextCodec, TextMethods
 from rollout.client.wakeups import Wakeups
 from rollout.engine.types import Group, KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.messages import Welcome
@@ -42,7 +42,7 @@ from rollout.transport.weights import Via
 from rollout.transport.weights.group import own_address
 
 
-class AsyncRolloutClient:
+class AsyncRolloutClient(TextMethods):
     """Connects tasks of event loops to a rollout service: `async with AsyncRolloutClient(address) as client`. The start of the
     block waits for the service. The end of the block ends the session: the service aborts its open groups, and waiting tasks
     get ClientClosed.
@@ -135,19 +135,6 @@ class AsyncRolloutClient:
     def require_version(self, version: int) -> None:
         """Set it, together with the digest that this client has seen for the version."""
         self._session.require_version = version
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the model's transformers tokenizer, as `RolloutClient.tokenizer`."""
-        return self._text.tokenizer
-
-    def encode(self, prompt: str | Messages, **template: Any) -> TokenIds:
-        """Return the token ids that a prompt has in every call of this client. As `RolloutClient.encode`."""
-        return self._text.ids(prompt, **template)
-
-    def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample. As `RolloutClient.decode`."""
-        return self._text.decode(sample, skip_special=skip_special, keep_stop=keep_stop)
 
     # groups
 

@@ -29,7 +29,7 @@ from rollout.client.submission import (
     scored_groups,
     turn_group,
 )
-from rollout.client.text import Messages, Prompt, TextCodec
+from rollout.client.text import Prompt, TextCodec, TextMethods
 from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
@@ -39,7 +39,7 @@ from rollout.transport.weights.group import own_address
 __all__ = ["Handle", "PartialSample", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
-class RolloutClient:
+class RolloutClient(TextMethods):
     """Connects to a rollout service. Thread-safe. One background thread sends, receives and exchanges heartbeats, so the
     trainer may compute for as long as it needs.
 
@@ -144,28 +144,6 @@ class RolloutClient:
     def require_version(self, version: int) -> None:
         """Set it, together with the digest that this client has seen for the version."""
         self._session.require_version = version
-
-    # text
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the transformers tokenizer of the model, loaded at the first use. Raises NoTokenizer."""
-        return self._text.tokenizer
-
-    def encode(self, prompt: str | Messages, **template: Any) -> TokenIds:
-        """Return the token ids that a prompt has in every call of this client.
-
-        Args:
-            prompt: a text, with the special tokens that the model puts at the start, or messages, through the chat template.
-            template: arguments of the chat template, e.g. tools=[…] or enable_thinking=False.
-
-        Raises InvalidRequest for messages that the template refuses, NoTokenizer."""
-        return self._text.ids(prompt, **template)
-
-    def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample, as the HTTP API does: without special tokens, and without the stop string that ended it
-        unless `keep_stop`. Raises NoTokenizer."""
-        return self._text.decode(sample, skip_special=skip_special, keep_stop=keep_stop)
 
     # groups
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.logs import logger
 
-log = logger("rollout.http.requests")
+log = logger(__name__)
 MAX_PATH = 200
 """characters"""
 TOKENS = "rollout.tokens"

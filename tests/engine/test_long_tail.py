@@ -538,7 +538,7 @@ def test_who_is_preempted_first() -> None:
 @pytest.mark.parametrize(
     ("sampling", "reason"),
     [
-        ({"finish_after": 0}, "between 1 and n=2"),
+        ({"finish_after": 0}, "finish_after=0: must be None or at least 1"),
         ({"finish_after": 3}, "between 1 and n=2"),
         ({"min_len_to_cut": 1}, "without finish_after"),
         ({"finish_after": 1, "min_len_to_cut": 9}, "max_tokens=8"),

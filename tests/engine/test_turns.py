@@ -239,7 +239,7 @@ def test_what_is_kept_is_bounded_and_the_greedy_give_way() -> None:
 
 @pytest.mark.parametrize("kv_ttl_s", [-1.0, 3600.1, float("nan"), float("inf")])
 def test_a_time_that_cannot_be_kept_is_refused(kv_ttl_s: float) -> None:
-    with pytest.raises(ValueError, match="max_kv_ttl_s"):
+    with pytest.raises(ValueError, match="kv_ttl_s"):
         Sampling(kv_ttl_s=kv_ttl_s).validate(Limits(), VOCAB)
 
 

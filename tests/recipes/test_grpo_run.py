@@ -65,7 +65,7 @@ def test_the_program(
         "asking 4 held-out",
         "before training: ",
         "step 1, sampling",
-        "step 20, training",
+        f"step {STEPS}, training",
         "after training: ",
     )
     assert [told.err.find(text) for text in order] == sorted(told.err.find(text) for text in order) and order[0] in told.err

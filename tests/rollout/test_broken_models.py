@@ -84,7 +84,7 @@ def test_serve_says_what_is_wrong_with_a_model(
         monkeypatch.setattr(sys, "stdin", nobody)
         try:
             engine = ["--engine.dtype", "float32", "--engine.kv-tokens", "4096", "--service.endpoint", "tcp://127.0.0.1:*"]
-            status = main(["serve", "--model", str(folder), *engine])
+            status = main(["serve", "--quiet", "--model", str(folder), *engine])
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -217,7 +217,7 @@ def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) ->
         (["serve", "--config", "nowhere.toml"], 1, "nowhere.toml"),
         (["serve", "--model", "/nowhere"], 2, "neither a folder"),
         (["bench", "fan"], 1, "there are: fanout"),
-        (["bench", "fan"], 1, "rollouts_16384, delta"),
+        (["bench", "fan"], 1, "conversations, delta"),
         (["keys", "add", "one", "--role", "read", "--file", "/nowhere/service.json"], 1, "`rollout keys init"),
         (["generate", "--prompts", "nowhere.jsonl", "--out", "-"], 1, "nowhere.jsonl"),
         (["generate", "--prompts", __file__, "--out", "-"], 1, "line 1"),

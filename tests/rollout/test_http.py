@@ -66,7 +66,7 @@ def stack(tiny_config: Config, tiny_model: Path) -> Iterator[Stack]:
     submit = engine.submit
     engine.submit = lambda group, client="": (submitted.append(group), submit(group, client))[1]  # type: ignore[method-assign]
     with (
-        serving(engine, limits=LIMITS) as service,
+        serving(engine) as service,
         RolloutClient(service.endpoint) as client,
         gateway(client, tiny_model, names=("tiny", "other")) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,

@@ -116,8 +116,8 @@ def test_a_group_has_a_bound_and_the_service_s_limits_hold(stack: Stack) -> None
     stack.run(lambda asks: asked(asks, *[sampling()] * (64 + 3)))
     assert [group.sampling.n for group in stack.groups] == [64, 3]
     stack.groups.clear()
-    engine, end = FakeEngine(limits := Limits(max_n=4, max_samples_per_client=5)), LoopbackService()
-    with serving(engine, end, limits=limits), RolloutClient(transport=end.connect()) as client:
+    engine, end = FakeEngine(Limits(max_n=4, max_samples_per_client=5)), LoopbackService()
+    with serving(engine, end), RolloutClient(transport=end.connect()) as client:
         samples = stack.run(lambda asks: asked(asks, *[sampling()] * 9), client)
     assert [len(mine) for mine in samples] == [1] * 9 and engine.clients.total() == 3
 

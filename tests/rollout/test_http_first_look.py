@@ -28,7 +28,7 @@ pytest.importorskip("starlette", reason="pip install -e '.[http]'")
 pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
 pytest.importorskip("httptools", reason="pip install -e '.[http]'")
 
-LOG = "rollout.http.requests"
+LOG = "rollout.http.request_log"
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 
 

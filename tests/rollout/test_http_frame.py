@@ -351,6 +351,8 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
     """What it has not taken is bounded, and nothing is missing in the end."""
     import asyncio
 
+    from starlette.requests import Request
+
     from rollout.engine.types import Sample, Sampling
     from rollout.http.generation import GenerationService
     from rollout.http.settings import Settings
@@ -366,7 +368,7 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
         generation = GenerationService(upstream, text, None, Settings(limits=limits(max_waiting_chunks=20)))  # type: ignore[arg-type]
         group = generation.group([5], Sampling(max_tokens=3000, stream_every=1), ())
         got = []
-        async for chunk in generation.stream([group]):
+        async for chunk in generation.stream(Request({"type": "http"}), [group]):
             if not got:
                 await asyncio.to_thread(until, lambda: not engine.groups)
                 await asyncio.sleep(0)

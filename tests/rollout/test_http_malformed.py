@@ -114,7 +114,7 @@ def http(tiny_model: Path) -> Iterator[httpx.Client]:
     """A gateway whose service changes nothing when it is asked to pause, sleep and so on: what comes after is served."""
     end = LoopbackService()
     with (
-        serving(FakeEngine(LIMITS), end, limits=LIMITS),
+        serving(FakeEngine(LIMITS), end),
         RolloutClient(transport=end.connect()) as client,
         pytest.MonkeyPatch.context() as patch,
     ):

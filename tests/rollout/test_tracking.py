@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
+from rollout.commands.progress import Phases, nothing
 from rollout.commands.starting import make_tracker, start
 from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.engine.config import WeightOffload
@@ -669,7 +670,9 @@ def test_serve_writes_what_it_is_told(tiny_config: Config, tmp_path: Path) -> No
     jsonl = tmp_path / "m.jsonl"
     tracking = TrackingConfig(interval_s=0.05, jsonl=str(jsonl), audit_every=1, audit_max_share=1.0)
     at_any_port = msgspec.structs.replace(tiny_config.service, endpoint="tcp://127.0.0.1:*")
-    _, service = start(msgspec.structs.replace(tiny_config, tracking=tracking, service=at_any_port))
+    _, service = start(
+        msgspec.structs.replace(tiny_config, tracking=tracking, service=at_any_port), Phases("rollout serve", nothing)
+    )
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
     try:

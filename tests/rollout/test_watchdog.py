@@ -163,7 +163,7 @@ def test_status_waits_for_a_process_that_stands_and_says_so(tmp_path: Path) -> N
         until(ready.exists, "the service listens")
         address = ready.read_text()
         os.kill(server.pid, signal.SIGSTOP)
-        asking = run_status(address, "--timeout", "0.5", "--wait", str(WAIT_S))
+        asking = run_status(address, "--json", "--timeout", "0.5", "--wait", str(WAIT_S))
         assert asking.stderr is not None
         said = asking.stderr.readline()
         os.kill(server.pid, signal.SIGCONT)

@@ -39,7 +39,8 @@ def entries_of(owner: type, section: str) -> dict[str, str]:
 def methods(owner: type) -> str:
     """Describe the public methods and properties of a class: how they are called, and the first sentence."""
     rows = []
-    for name, member in vars(owner).items():
+    members = {name: member for kind in reversed(owner.__mro__[:-1]) for name, member in vars(kind).items()}
+    for name, member in members.items():
         if not name.startswith("_") and name not in OF_THE_IO_THREAD:
             function, arguments = (member.fget, "") if isinstance(member, property) else (member, f"({called(member)})")
             rows.append((f"`{name}{arguments}`", first_sentence(inspect.getdoc(function) or "")))
