@@ -83,8 +83,8 @@ def test_serve_says_what_is_wrong_with_a_model(
     with os.fdopen(read) as nobody:  # whoever asks it anything gets an EOFError
         monkeypatch.setattr(sys, "stdin", nobody)
         try:
-            engine = ["--engine.dtype", "float32", "--engine.kv-tokens", "4096", "--service.endpoint", "tcp://127.0.0.1:*"]
-            status = main(["serve", "--quiet", "--model", str(folder), *engine])
+            engine = ["--engine.dtype", "float32", "--engine.kv-tokens", "4096", "--port", "0", "--quiet"]
+            status = main(["serve", "--model", str(folder), *engine])
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

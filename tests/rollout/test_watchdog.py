@@ -152,7 +152,7 @@ def test_a_loop_that_waits_for_work_is_not_ended() -> None:
 
 
 def run_status(address: str, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rollout", "status", "--address", address, *words]
+    command = [sys.executable, "-m", "rollout", "status", "--json", "--address", address, *words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
