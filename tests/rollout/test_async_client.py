@@ -126,7 +126,7 @@ def shape(member: Any) -> Any:
 def differences(kind: type) -> set[str]:
     """Names of the public members that differ from RolloutClient's, other than in that they do not block."""
     mine, theirs = public(kind), public(RolloutClient)
-    at_once = {"submit", "continue_samples", "next_turn", "submit_score", "__init__"}
+    at_once = {"submit", "continue_samples", "next_turn", "submit_score", "encode", "decode", "__init__"}
     wrong = set(mine) ^ set(theirs)
     for name in set(mine) & set(theirs):
         one, other = shape(mine[name]), shape(theirs[name])
