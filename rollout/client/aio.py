@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from rollout.client.async_handle import AsyncGeneration, AsyncHandle, AsyncRefreshHandle, answer_async
@@ -73,7 +72,6 @@ class AsyncRolloutClient(TextMethods):
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        timing = LinkTiming() if timing is None else timing
         self._session = ClientSession(
             address,
             transport,
@@ -81,7 +79,9 @@ class AsyncRolloutClient(TextMethods):
             budget=budget,
             require_version=require_version,
             resubmit=resubmit,
-            timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
+            timing=(timing or LinkTiming())._replace(
+                link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s
+            ),
             clock=clock,
         )
         self._connect_timeout_s = connect_timeout_s
@@ -91,10 +91,9 @@ class AsyncRolloutClient(TextMethods):
         self._wakeups = Wakeups(self._session.link.calls)
 
     async def __aenter__(self) -> Self:
-        welcome = asyncio.wrap_future(self._session.link.first_welcome)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                await asyncio.shield(welcome)
+                await asyncio.shield(asyncio.wrap_future(self._session.link.first_welcome))
         except TimeoutError:
             error = self._session.unreachable(self._connect_timeout_s)
             await self.close()
@@ -104,9 +103,7 @@ class AsyncRolloutClient(TextMethods):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:
@@ -186,9 +183,8 @@ class AsyncRolloutClient(TextMethods):
         """Yield the samples of all groups as they finish. The first step of the iteration sends the groups; leaving it early
         cancels them: `contextlib.aclosing` at once, otherwise when the iterator is collected. As `RolloutClient.generate`."""
         with AsyncGeneration(self._session.submit, self._wakeups) as generation:
-            generation.submit_all(
-                groups_of(self._session.group_id, await asyncio.to_thread(self._text.all_ids, prompts), sampling, group_ids)
-            )
+            ids = await self._text.all_ids_async(prompts)
+            generation.submit_all(groups_of(self._session.group_id, ids, sampling, group_ids))
             async for sample in generation.samples(timeout):
                 yield sample
 
@@ -203,9 +199,8 @@ class AsyncRolloutClient(TextMethods):
         """Yield whole groups (n samples, sorted by index) in the order of the prompts. timeout: maximum seconds for one group.
         Otherwise as `generate`."""
         with AsyncGeneration(self._session.submit, self._wakeups) as generation:
-            generation.submit_all(
-                groups_of(self._session.group_id, await asyncio.to_thread(self._text.all_ids, prompts), sampling, group_ids)
-            )
+            ids = await self._text.all_ids_async(prompts)
+            generation.submit_all(groups_of(self._session.group_id, ids, sampling, group_ids))
             async for group in generation.groups(timeout):
                 yield group
 
@@ -219,7 +214,7 @@ class AsyncRolloutClient(TextMethods):
     ) -> list[list[Sample]]:
         """Compute the log-probs of given tokens. As `RolloutClient.score`."""
         with AsyncGeneration(self._session.submit, self._wakeups) as generation:
-            ids = await asyncio.to_thread(self._text.all_ids, prompts)
+            ids = await self._text.all_ids_async(prompts)
             texts = [self._text.completion_ids(mine) for mine in completions]
             generation.submit_all(scored_groups(self._session.group_id, ids, texts, sampling))
             groups = [group async for group in generation.groups(timeout)]
@@ -296,9 +291,8 @@ class AsyncRolloutClient(TextMethods):
     ) -> Refreshed:
         """Replace the service's weights in place, as `RolloutClient.refresh`. A thread reads and sends the tensors. The refresh
         continues when the task is cancelled: do not change the tensors until `weights_status` shows no staged weights."""
-        return await (
-            await self.refresh_async(named_tensors, version=version, kv=kv, via=via, partial=partial, timeout=timeout)
-        )
+        handle = await self.refresh_async(named_tensors, version=version, kv=kv, via=via, partial=partial, timeout=timeout)
+        return await handle
 
     async def refresh_async(
         self,

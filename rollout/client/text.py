@@ -8,6 +8,7 @@ A prompt of token ids needs no tokenizer, and none is loaded for it.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,10 @@ class TextCodec:
         """Return the token ids of several prompts, or of one text or conversation. Raises InvalidRequest, NoTokenizer."""
         one = isinstance(prompts, str) or is_messages(prompts)
         return [self.ids(prompt) for prompt in cast(Sequence[Prompt], [prompts] if one else prompts)]
+
+    async def all_ids_async(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenIds]:
+        """Return the token ids of several prompts as `all_ids` does. A thread encodes texts, so that the event loop runs on."""
+        return await asyncio.to_thread(self.all_ids, prompts) if has_text(prompts) else self.all_ids(prompts)
 
     def completion_ids(self, completions: Iterable[TokenIds | str]) -> list[TokenIds]:
         """Return the token ids of texts that follow a prompt. Raises InvalidRequest, NoTokenizer."""
@@ -134,6 +139,12 @@ class TextMethods:
 def is_messages(prompt: Any) -> TypeGuard[Messages]:
     """Return whether a prompt is a conversation."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def has_text(prompts: Any) -> bool:
+    """Return whether a prompt, or one of several, must be tokenized."""
+    several = [] if isinstance(prompts, str) else prompts
+    return any(isinstance(each, str) or is_messages(each) for each in (prompts, *several))
 
 
 def load(name: str) -> Any:
