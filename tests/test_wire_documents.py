@@ -54,7 +54,7 @@ def test_every_message_and_every_kind_of_refusal_is_described() -> None:
     unions = (m.ClientMessage, m.ServiceMessage, m.ReplicaMessage, m.RouterMessage)
     for message in (message for union in unions for message in get_args(union)):
         assert re.search(rf"\b{message.__name__}\b", text), message
-    told_by_the_client_itself = {"error", "service_lost", "request_timeout", "client_closed"}
+    told_by_the_client_itself = {"error", "service_lost", "request_timeout", "client_closed", "no_tokenizer"}
     for kind in set(KINDS) - told_by_the_client_itself:
         assert kind in text, kind
     assert f"Version {m.PROTOCOL}." in text and f"{m.DIGEST_BYTES} bytes of BLAKE2b" in text
