@@ -26,7 +26,7 @@ def run() -> int:
     from rollout.commands.main import main
     from tests.support.fake_engine import FakeEngine
 
-    starting.load = lambda config: FakeEngine(config.limits)  # type: ignore[assignment, return-value]
+    starting.load = lambda config, progress: FakeEngine(config.limits)  # type: ignore[assignment, return-value]
     return main(sys.argv[1:])
 
 
