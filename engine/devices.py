@@ -37,7 +37,7 @@ from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
+from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, states_of, streamed_of
 from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
@@ -210,7 +210,7 @@ class CudaDevice:
         return fuse(model, backend) if config.advanced.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        if not (config.cuda_graphs and isinstance(backend, TritonAttention)):
+        if not (config.cuda_graphs and isinstance(backend, TritonAttention)) or states_of(model) is not None:
             return None
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())
