@@ -229,14 +229,14 @@ class Recurrence:
             raise ValueError(f"{heads} heads over {groups} groups of {numbers}: need a multiple, and at most {MOST}")
         _check_states(states, (heads, channels, numbers), torch.float32)
         hidden, B, C = (_rows_contiguous(each) for each in (hidden, B, C))
-        bias = None if dt_bias is None else dt_bias.to(dt.dtype)
-        A, D, bias = (None if each is None else each.float().contiguous() for each in (A, D, bias))
+        of_heads = A, D, None if dt_bias is None else dt_bias.to(dt.dtype)
+        decay, skip, bias = (None if each is None else each.float().contiguous() for each in of_heads)
         out = torch.empty((tokens, heads, channels), dtype=torch.float32)
         work = _Mamba(
-            _rows(rows, tokens, states), hidden.data_ptr(), dt.data_ptr(), B.data_ptr(), C.data_ptr(), _address(A),
-            _address(D), _address(bias), states.data_ptr(), out.data_ptr(), *hidden.stride()[:2], *dt.stride(), *B.stride()[:2],
-            *C.stride()[:2], states.stride(0), heads, groups, channels, numbers, hidden.dtype == torch.bfloat16,
-            B.dtype == torch.bfloat16, dt.dtype == torch.bfloat16, dt_softplus,
+            _rows(rows, tokens, states), hidden.data_ptr(), dt.data_ptr(), B.data_ptr(), C.data_ptr(), _address(decay),
+            _address(skip), _address(bias), states.data_ptr(), out.data_ptr(), *hidden.stride()[:2], *dt.stride(),
+            *B.stride()[:2], *C.stride()[:2], states.stride(0), heads, groups, channels, numbers,
+            hidden.dtype == torch.bfloat16, B.dtype == torch.bfloat16, dt.dtype == torch.bfloat16, dt_softplus,
             *_rounded(dt_limit, dt.dtype),
         )  # fmt: skip
         return self._run(self.library.rollout_mamba, work, rows, out)

@@ -4,7 +4,7 @@
    A row is a run of tokens of one sequence. Its first token meets the state of the slot that the row reads (zeros: -1), and the
    state behind its last token goes to the slot that it writes (-1: nowhere), which may be the same one.
 
-   A token is computed by the same operations in the same order wherever its row begins and ends: token by token, never in chunks.
+   A token takes the same operations in the same order wherever its row begins and ends: token by token, never in chunks.
    Nothing crosses rows, heads, channels or columns but the sums named below, so that nothing depends on other rows or threads.
    Each number has a lane of its own, or sums are in 16 lanes, so the bits do not depend on VL either. */
 
@@ -15,7 +15,7 @@
 
 enum {
     MOST_TAPS = 8,
-    CHANNELS = 64, /* of a convolution that are computed at once */
+    CHANNELS = 256, /* of a convolution that are computed at once */
     MOST = 512,    /* keys of a delta rule, numbers of a Mamba-2 state for each channel */
     WIDE = 4,      /* vectors of columns of a delta rule that are computed at once */
     TILE = 64 * MOST,
@@ -243,7 +243,8 @@ INLINE void advance(Place from, Place to, int64_t keys, const Token *t, const To
 }
 
 INLINE void delta_columns(const Delta *d, int64_t row, int64_t head, int64_t column, int64_t width, int nv, float *buffer) {
-    const int64_t begin = d->rows.starts[row], end = d->rows.starts[row + 1], read = d->rows.reads[row], write = d->rows.writes[row];
+    const int64_t begin = d->rows.starts[row], end = d->rows.starts[row + 1];
+    const int64_t read = d->rows.reads[row], write = d->rows.writes[row];
     const int64_t at = head * d->keys * d->columns + column;
     const Tile tile = {read < 0 ? NULL : d->states + read * d->slot + at, write < 0 ? NULL : d->states + write * d->slot + at,
                        d->columns, d->keys, width, nv * VL, buffer};
@@ -332,7 +333,8 @@ INLINE float step_of(const Mamba *m, int64_t token, int64_t head) {
 
 /* Channels first … first + count - 1 of a head. */
 static void mamba_channels(const Mamba *m, int64_t row, int64_t head, int64_t first, int64_t count, float *buffer) {
-    const int64_t begin = m->rows.starts[row], end = m->rows.starts[row + 1], read = m->rows.reads[row], write = m->rows.writes[row];
+    const int64_t begin = m->rows.starts[row], end = m->rows.starts[row + 1];
+    const int64_t read = m->rows.reads[row], write = m->rows.writes[row];
     const int64_t at = (head * m->channels + first) * m->numbers, group = head / (m->heads / m->groups), n = padded(m->numbers);
     const Tile tile = {read < 0 ? NULL : m->states + read * m->slot + at, write < 0 ? NULL : m->states + write * m->slot + at,
                        m->numbers, count, m->numbers, n, buffer};
