@@ -25,6 +25,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.kernels import choose
+from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import decide
 from rollout.engine.cuda.attention import TritonAttention, TritonUnavailable
 from rollout.engine.cuda.digests import device_hashes
@@ -153,6 +154,8 @@ class CpuDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
+        if model.states is not None and not self._without_native:
+            model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
         try:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
         except Exception as error:

@@ -208,6 +208,7 @@ class Model:
         """which layer of the KV pool each decoder layer with attention has"""
         self.asked = dict(enumerate(asked.values()))
         """attention arguments of each layer of the KV pool"""
+        self.recurrence = recurrence
         self.states = _geometry_of_states(recurrence, config, name)
         """shapes of the recurrent state of a sequence; None: it has none"""
         heads = {layer["q_heads"] for layer in self.asked.values()}

@@ -8,17 +8,18 @@ in it is computed token by token. Both receive the keyword arguments of `model(.
     while a model is probed  notes of the shapes, from which the geometry of the state follows
     in a step                each row continues from its slot and leaves its state in one (`StateRows`)
 
-Rows of one token go through the module's scan together, with chunks of one token: the recurrence itself. Longer rows go through
-it one by one, in the module's chunks.
+With `TokenMixers` of the device, these compute all rows of a step token by token. Without, torch does: rows of one token go
+through the module's scan together, with chunks of one token, and longer rows one by one, in the module's chunks.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,6 +66,54 @@ SCANS = {
 }
 
 
+class TokenMixers(Protocol):
+    """Kernels of a device that mix tokens. A token's result depends on the tokens of its own sequence alone, to the bit, and
+    not on where these are cut into rows."""
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        states: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """Convolve x [P, channels] → [P, channels]; weight [channels, k], states [slots, channels, k - 1]."""
+
+    def delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+        *,
+        l2norm: bool = False,
+    ) -> torch.Tensor:
+        """Run the gated delta rule: query, key [P, heads, K], value [P, heads, V], g [P, heads] or [P, heads, K] → as value;
+        states [slots, heads, K, V]."""
+
+    def mamba2(
+        self,
+        hidden: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+        *,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> torch.Tensor:
+        """Run Mamba-2: hidden [P, heads, channels] → fp32 as hidden; states [slots, heads, channels, N]."""
+
+
 @dataclass(slots=True)
 class MixerShapes:
     """What a mixer asked for while the model was probed."""
@@ -83,6 +132,8 @@ class Recurrence:
         """Rebind the mixers of a module. Raises ValueError naming a layer whose state is kept in another way."""
         self.mixers: list[tuple[int, MixerShapes]] = []
         """(decoder layer, shapes) of each mixer, in the order of the module"""
+        self.kernels: TokenMixers | None = None
+        """mix the tokens; None: torch does"""
         for name, each in module.named_modules():
             names = names_in_forward(each)
             if CONV in names:
@@ -113,8 +164,27 @@ class Recurrence:
         index, shapes = len(self.mixers), MixerShapes()
         self.mixers.append((int(mixer.layer_idx), shapes))  # type: ignore[arg-type]
         found = {name: inner.__globals__[name] for name in (CONV, *SCANS) if name in names_in_forward(mixer)}
-        functions = {name: replacement(name, original, index, shapes) for name, original in found.items()}
+        functions = {name: self._replacement(name, original, index, shapes) for name, original in found.items()}
         rebind(mixer, inner, functions)
+
+    def _replacement(self, name: str, original: Any, index: int, shapes: MixerShapes) -> Any:
+        """Make the function that mixer number `index` calls in place of `original`."""
+        signature = inspect.signature(original)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            call = kwargs.get("rollout")
+            if call is None:
+                return original(*args, **kwargs)
+            given = dict(signature.bind(*args, **kwargs).arguments)
+            given.update(given.pop("kwargs", {}))
+            del given["rollout"]
+            if isinstance(call, AttentionProbe):
+                return note(name, given, shapes)
+            if self.kernels is not None:
+                return mixed(self.kernels, call, index, name, given)
+            return convolve(call, index, given) if name == CONV else scan(call, index, name, original, given)
+
+        return function
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
@@ -132,26 +202,6 @@ def rebind(mixer: nn.Module, inner: Any, functions: dict[str, Any]) -> None:
     mixer.forward = MethodType(made, mixer)
 
 
-def replacement(name: str, original: Any, index: int, shapes: MixerShapes) -> Any:
-    """Make the function that mixer number `index` calls in place of `original`."""
-    signature = inspect.signature(original)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        call = kwargs.get("rollout")
-        if call is None:
-            return original(*args, **kwargs)
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        given.update(given.pop("kwargs", {}))
-        del given["rollout"]
-        if isinstance(call, AttentionProbe):
-            return note(name, given, shapes)
-        if name == CONV:
-            return convolve(call, index, given)
-        return scan(call, index, name, original, given)
-
-    return function
-
-
 def note(name: str, given: dict[str, Any], shapes: MixerShapes) -> Any:
     """Record the arguments of a function of a mixer. Returns zeros of the shape of its result."""
     if name == CONV:
@@ -164,7 +214,7 @@ def note(name: str, given: dict[str, Any], shapes: MixerShapes) -> Any:
     return (out, None) if kind.always_pairs or given.get(kind.wanted) else out
 
 
-# ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def pages_of(call: AttentionCall) -> StatePages | None:
     """Return the pools of recurrent state; None in a comparison of kernels, which has no pools."""
     return None if call.kv is None else call.kv.states
@@ -179,6 +229,28 @@ def rows_of(call: AttentionCall) -> StateRows:
     return StateRows(call.batch.query_starts, none, none)
 
 
+def mixed(kernels: TokenMixers, call: AttentionCall, index: int, name: str, given: dict[str, Any]) -> Any:
+    """Run a function of a mixer with the kernels of the device. Returns what the module's own returns."""
+    rows, pages = rows_of(call), pages_of(call)
+    if name == CONV:
+        x, weight = given["hidden_states"][0].T, given["weight"]
+        none = x.new_zeros(1, x.shape[1], weight.shape[-1] - 1)
+        states = none if pages is None else pages.convs[index]
+        return kernels.convolve(x, weight, given.get("bias"), given.get("activation"), states, rows).T[None]
+    kind = SCANS[name]
+    found = None if pages is None else pages.scans[index]
+    states = torch.zeros(1, *kind.shape(given)) if found is None else found
+    tokens = {key: value[0] for key, value in given.items() if key in OF_TOKENS}
+    if "value" in tokens:
+        out = kernels.delta_rule(**tokens, states=states, rows=rows, l2norm=bool(given.get("use_qk_l2norm_in_kernel")))
+    else:
+        options = {key: given[key] for key in ("D", "dt_bias", "dt_softplus", "dt_limit") if key in given}
+        hidden = tokens.pop("hidden_states")
+        out = kernels.mamba2(hidden, A=given["A"], **tokens, states=states, rows=rows, **options)
+    return (out[None], None) if kind.always_pairs or given.get(kind.wanted) else out[None]
+
+
+# ── a step, by torch ──────────────────────────────────────────────────────────────────────────────────────────────────
 def convolve(call: AttentionCall, index: int, given: dict[str, Any]) -> torch.Tensor:
     """Convolve x [1, channels, P] with weight [channels, k], each row after the columns of its slot. Sums are fp32, rounded
     once to the dtype of x before the activation. Returns [1, channels, P], zero for padding."""
@@ -219,7 +291,10 @@ def scan(call: AttentionCall, index: int, name: str, original: Any, given: dict[
     states = None if pages is None else pages.scans[index]
     before = read(states, rows.reads, kind.shape(given), like.float())  # [R, *state]
     starts, counts = rows.query_starts[:-1].tolist(), np.diff(rows.query_starts)
-    result, after = torch.zeros_like(like), torch.empty_like(before)
+    result, after = (
+        torch.zeros_like(like, dtype=torch.float32 if name == "mamba2_chunk_scan" else None),
+        torch.empty_like(before),
+    )
     if len(single := np.flatnonzero(counts == 1)):
         at, chosen = (torch.from_numpy(each.astype(np.int64)).to(like.device) for each in (rows.query_starts[single], single))
         out, last = original(

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from tests.support.equivalence import Samples, assert_same
 from tests.support.families import build, outcome
 from tests.support.tiny import plain_logprobs
 from tests.support.toy import group, run
@@ -84,7 +86,8 @@ def test_samples_are_those_of_the_plain_forward(setting: str, name: str) -> None
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_forgotten_state_is_noticed_at_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the self-check."""
-    monkeypatch.setattr(recurrence, "write", lambda *_: None)
+    rows = recurrence.rows_of
+    monkeypatch.setattr(recurrence, "rows_of", lambda call: rows(call)._replace(writes=np.full_like(rows(call).writes, -1)))
     with pytest.raises(UnsupportedModel, match="log-probs differ"):
         engine_of(name)
 
@@ -191,3 +194,35 @@ def test_fewer_sequences_run_where_their_states_do_not_fit(caplog: pytest.LogCap
     assert 8 <= engine.config.most_seqs < 16 and "fewer sequences run" in caplog.text
     each = group("g", prompt(20), n=16, max_tokens=8, seed=1, ignore_eos=True)
     check("qwen3_5_text", each, run(engine, [each]))
+
+
+NATIVE = ("qwen3_5_text", "lfm2", "falcon_h1", "olmo_hybrid")
+"""mixers, products and attention by our kernels"""
+SAME = {
+    "small chunks": {"max_batch_tokens": 33},
+    "one at a time": {"max_num_seqs": 1},
+    "offloaded": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
+    "recomputed": {"kv_tokens": 200},
+    "overlapped": {"overlap_steps": True, "max_batch_tokens": 64, "kv_tokens": 320},
+}
+
+
+@pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
+@pytest.mark.parametrize("name", NATIVE)
+def test_bits_do_not_depend_on_what_else_runs(name: str) -> None:
+    """In bf16: alone, in a crowd, in chunks, offloaded, reset and overlapped."""
+    made = build(name, torch.bfloat16)
+    asked = [group(f"g{i}", prompt(n, i), n=3, max_tokens=20, seed=i, ignore_eos=True) for i, n in enumerate((61, 40, 7, 83))]
+
+    def samples(**config: Any) -> Samples:
+        options = {**ROOMY, **config}
+        engine = Engine(EngineConfig(dtype="bfloat16", threads=2, **options), Model(copy.deepcopy(made), name))
+        assert engine.arithmetic == engine.worker.backend.arithmetic  # type: ignore[attr-defined]
+        return run(engine, asked)
+
+    roomy = samples()
+    for each, config in SAME.items():
+        try:
+            assert_same(roomy, samples(**config))
+        except AssertionError as error:
+            raise AssertionError(f"{each}: {error}") from error
