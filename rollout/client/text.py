@@ -110,32 +110,6 @@ class TextCodec:
         return text
 
 
-class TextMethods:
-    """Text methods of both clients."""
-
-    _text: TextCodec
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the transformers tokenizer of the model, loaded at the first use. Raises NoTokenizer."""
-        return self._text.tokenizer
-
-    def encode(self, prompt: str | Messages, **template: Any) -> TokenIds:
-        """Return the token ids that a prompt has in every call of this client.
-
-        Args:
-            prompt: a text, with the special tokens that the model puts at the start, or messages, through the chat template.
-            template: arguments of the chat template, e.g. tools=[…] or enable_thinking=False.
-
-        Raises InvalidRequest for messages that the template refuses, NoTokenizer."""
-        return self._text.ids(prompt, **template)
-
-    def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample, as the HTTP API does: without special tokens, and without the stop string that ended it
-        unless `keep_stop`. Raises NoTokenizer."""
-        return self._text.decode(sample, skip_special=skip_special, keep_stop=keep_stop)
-
-
 def is_messages(prompt: Any) -> TypeGuard[Messages]:
     """Return whether a prompt is a conversation."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
