@@ -23,7 +23,7 @@ DIGEST = 12
 def run(args: StatusArgs) -> int:
     """Print the status of a running service. Retry for `args.wait` seconds and print the reason of each failure. Returns the
     exit status. Raises InputError, ServiceLost, RequestTimeout."""
-    until, told = time.monotonic() + args.wait, ""
+    until, reported = time.monotonic() + args.wait, ""
     while True:
         try:
             with connected(args.address, "rollout status", args.timeout) as client:
@@ -33,9 +33,9 @@ def run(args: StatusArgs) -> int:
         except (RequestTimeout, ServiceLost) as error:
             if time.monotonic() >= until:
                 raise
-            if told != error.message:
-                told = error.message
-                print(f"rollout status: {told}; asking again", file=sys.stderr, flush=True)
+            if reported != error.message:
+                reported = error.message
+                print(f"rollout status: {reported}; asking again", file=sys.stderr, flush=True)
 
 
 def report(status: Mapping[str, Any]) -> list[str]:
