@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from rollout.commands.arguments import HttpArgs
 from rollout.commands.connecting import connected
+from rollout.commands.interrupt import INTERRUPTED
+from rollout.commands.progress import write_line
 from rollout.config import InputError
 from rollout.process import check_writable, write_atomically
 from rollout.transport.keys.files import BadKeys, read_private
 
 
 def run(args: HttpArgs) -> int:
-    """Serve until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError, ModelNotFound, RolloutError."""
+    """Serve until Ctrl-C, whose exit status is 130, or SIGTERM: 0. Raises InputError, ModelNotFound, RolloutError."""
     try:
         from rollout.http.gateway import run as run_gateway
         from rollout.http.request_log import log_to_stderr
@@ -53,16 +56,24 @@ def run(args: HttpArgs) -> int:
         if args.ready_file:
             write_atomically(Path(args.ready_file), f"{url}\n{admin}\n")
 
+    signals: list[int] = []
+
+    def stopping(number: int) -> None:
+        if not signals:
+            write_line(f"rollout http: stopping; open requests have {settings.limits.grace_s:.0f} s to finish")
+        signals.append(number)
+
     with connected(args.address, "rollout http", wait_s=args.wait) as client:
         tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
         gc.collect()
         gc.freeze()  # half a million objects of the tokenizer: collecting them takes as long as a hundred requests
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(run_gateway(client, tokenizer, settings, ready))
+                runner.run(run_gateway(client, tokenizer, settings, ready, stopping=stopping))
         finally:
             gc.unfreeze()
-    return 0
+    write_line("rollout http: stopped")
+    return INTERRUPTED if signal.SIGINT in signals else 0
 
 
 def token_of(path: str | None) -> str | None:
