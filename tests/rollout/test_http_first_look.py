@@ -24,9 +24,9 @@ from tests.support.http_stack import BODY, TOKEN, Stack, stack_of
 from tests.support.waiting import until
 from tests.support.wire import serving, serving_at
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 LOG = "rollout.http.request_log"
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
@@ -214,7 +214,7 @@ def test_a_gateway_waits_for_a_service_that_starts(capfd: pytest.CaptureFixture[
 
 
 def test_prometheus_reads_the_metrics(tiny_model: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="not installed: pip install -e '.[metrics]'")
+    parser = pytest.importorskip("prometheus_client.parser", reason="not installed: pip install 'rl-rollout[metrics]'")
     with stack_of(tiny_model, names=('a "name"',)) as stack:
         assert stack.generate().status_code == 200
         httpx.post(f"{stack.url}/inference/v1/generate", json={**BODY, "stream": True}, timeout=60)
