@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout.commands.arguments import HttpArgs
 from rollout.commands.connecting import connected
@@ -17,33 +18,22 @@ from rollout.config import InputError
 from rollout.process import check_writable, write_atomically
 from rollout.transport.keys.files import BadKeys, read_private
 
+if TYPE_CHECKING:
+    from rollout.http.settings import Settings
+
 
 def run(args: HttpArgs) -> int:
     """Serve until Ctrl-C, whose exit status is 130, or SIGTERM: 0. Raises InputError, ModelNotFound, RolloutError."""
     try:
         from rollout.http.gateway import run as run_gateway
         from rollout.http.request_log import log_to_stderr
-        from rollout.http.settings import Settings
         from rollout.http.upstream import model_name
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed: pip install 'rl-rollout[http]'") from error
     from rollout import models
 
     check_writable("--ready-file", args.ready_file)
-    try:
-        settings = Settings(
-            host=args.host,
-            port=args.port,
-            admin_host=args.admin_host,
-            admin_port=args.admin_port,
-            token=token_of(args.token_file),
-            allowed_hosts=args.allowed_hosts,
-            names=args.served_model_name,
-            overlong=args.overlong,
-            request_log=args.access_log,
-        )
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    settings = settings_of(args)
     if args.ready_file and not Path(args.ready_file).absolute().parent.is_dir():
         raise InputError(f"--ready-file {args.ready_file}: its folder does not exist; create it first")
     models.hide_progress_bars()
@@ -74,6 +64,26 @@ def run(args: HttpArgs) -> int:
             gc.unfreeze()
     write_line("rollout http: stopped")
     return INTERRUPTED if signal.SIGINT in signals else 0
+
+
+def settings_of(args: HttpArgs) -> Settings:
+    """Make the settings of the gateway. Raises InputError."""
+    from rollout.http.settings import Settings
+
+    try:
+        return Settings(
+            host=args.host,
+            port=args.port,
+            admin_host=args.admin_host,
+            admin_port=args.admin_port,
+            token=token_of(args.token_file),
+            allowed_hosts=args.allowed_hosts,
+            names=args.served_model_name,
+            overlong=args.overlong,
+            request_log=args.access_log,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def token_of(path: str | None) -> str | None:
