@@ -34,8 +34,6 @@ def run(args: HttpArgs) -> int:
 
     check_writable("--ready-file", args.ready_file)
     settings = settings_of(args)
-    if args.ready_file and not Path(args.ready_file).absolute().parent.is_dir():
-        raise InputError(f"--ready-file {args.ready_file}: its folder does not exist; create it first")
     models.hide_progress_bars()
     log_to_stderr(args.log_level)
 
