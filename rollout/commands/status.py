@@ -6,12 +6,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 from rollout.commands.arguments import StatusArgs
 from rollout.commands.connecting import connected
-from rollout.commands.lines import counted, duration
+from rollout.commands.lines import counted, duration, model_name
 from rollout.transport.errors import RequestTimeout, ServiceLost, shown
 
 MOST_CLIENTS = 4
@@ -55,7 +54,7 @@ def report(status: Mapping[str, Any]) -> list[str]:
 
 
 def _model(status: Mapping[str, Any]) -> str:
-    parts = [PurePath(status["model"]).name, *(str(status[name]) for name in ("dtype", "isa", "arithmetic") if name in status)]
+    parts = [model_name(status), *(str(status[name]) for name in ("dtype", "isa", "arithmetic") if name in status)]
     return ", ".join(parts)
 
 
