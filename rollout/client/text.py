@@ -55,6 +55,8 @@ class TextCodec:
         up to the beginning of the assistant's next message. template: arguments of the chat template, e.g. tools=[…].
 
         Raises InvalidRequest, NoTokenizer."""
+        if isinstance(prompt, Mapping):
+            raise InvalidRequest(f"prompt={dict(prompt)!r:.80}: one message; give a list of messages: [{{'role': …}}]")
         if is_messages(prompt):
             return self._encoded(self._rendered(prompt, **template), special=False)
         if template:
@@ -93,7 +95,9 @@ class TextCodec:
         return self._encoded(rest, special=False)
 
     def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample, see `text_of`. Raises NoTokenizer."""
+        """Return the text of a sample, see `text_of`. Raises InvalidRequest for what is no sample, NoTokenizer."""
+        if not isinstance(sample, Sample):
+            raise InvalidRequest(f"a {type(sample).__name__} is no sample: for token ids, client.tokenizer.decode(ids)")
         return text_of(self.tokenizer, sample, skip_special=skip_special, keep_stop=keep_stop)
 
     def _encoded(self, text: str, special: bool) -> list[int]:
