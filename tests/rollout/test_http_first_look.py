@@ -151,6 +151,12 @@ def test_what_a_client_asks_wrongly_is_not_worth_a_retry(stack: Stack, path: str
     assert len(response.json()["error"]["message"]) > 20
 
 
+def test_the_field_that_was_meant_is_named(stack: Stack) -> None:
+    for field, meant in (("message", "messages"), ("max_new_tokens", "max_tokens")):
+        response = httpx.post(f"{stack.url}/v1/chat/completions", json={**CHAT, field: 1}, timeout=60)
+        assert response.json()["error"]["message"] == f"Object contains unknown field `{field}`; did you mean {meant}?"
+
+
 def test_fields_that_change_no_sample_are_accepted(stack: Stack) -> None:
     neutral = {
         "service_tier": "auto",
