@@ -238,7 +238,7 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
-    report("taking the memory of the KV pools")
+    report("allocating the KV pools")
     weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
     kv = take_kv(config, device, model)
     return Worker(fitted(config, kv), device, kernels, kv, weights)

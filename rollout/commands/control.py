@@ -23,7 +23,7 @@ from rollout.commands.arguments import (
     WakeArgs,
 )
 from rollout.commands.connecting import connected
-from rollout.commands.interrupt import STATUS
+from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.lines import bytes_of, counted
 from rollout.config import InputError
 from rollout.transport.errors import Forbidden
@@ -88,7 +88,7 @@ def hold(client: RolloutClient, what: str, undone: str, states: tuple[str, ...],
             wait(LOOK_S)
     except KeyboardInterrupt:
         tell(f"stopped; the service {undone}, unless another client holds it")
-        return STATUS
+        return INTERRUPTED
 
 
 def state(client: RolloutClient) -> str:
