@@ -20,7 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.random_weights import load_module
 from rollout.engine.forward.recurrence import Recurrence
+from rollout.engine.forward.shapes import is_random
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
@@ -97,17 +99,11 @@ def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> 
     _look_at_config(folder)
     try:
         with _reports_held_back():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,  # True runs the folder's code, None asks on standard input
-                ignore_mismatched_sizes=True,  # rejected below, by name
-                output_loading_info=True,
-            )
+            model, report = (load_module(folder, dtype=dtype), None) if is_random(folder) else _read(folder, dtype)
     except Exception as error:  # a dozen unrelated types, all for invalid models
         raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
-    _look_at_report(folder, report)
+    if report is not None:
+        _look_at_report(folder, report)
     if memory is None:
         return model
     memory.own(model.parameters())
@@ -115,6 +111,19 @@ def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> 
         return model.to(memory.device)
     except (RuntimeError, ValueError) as error:  # out of memory, or quantised weights that cannot move
         raise BrokenModel(f"model folder {folder!r} cannot be moved to {memory.device}: {in_one_line(error)}") from error
+
+
+def _read(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model and transformers' report of weights that do not fit it."""
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,  # True runs the folder's code, None asks on standard input
+        ignore_mismatched_sizes=True,  # rejected below, by name
+        output_loading_info=True,
+    )
+    return loaded
 
 
 def _look_at_config(folder: str) -> None:
