@@ -191,8 +191,6 @@ class Model:
     def __init__(self, module: PreTrainedModel, name: str, streamed: OffloadedModel | None = None) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
-        if not getattr(module, "_supports_attention_backend", False):
-            raise UnsupportedModel(f"{name} ({type(module).__name__}): does not support transformers' attention interface")
         self.module = module.eval().requires_grad_(False)
         self.name = name
         self.streamed = streamed
@@ -283,6 +281,8 @@ def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
     for layer, asked in probe.layers.items():
         for feature in asked["other"]:
             refuse(f"attention feature {feature!r} of layer {layer}")
+        if asked["sinks"] not in (None, (asked["q_heads"],)):
+            refuse(f"attention sinks of shape {asked['sinks']} in layer {layer}")
         if asked["masked"]:
             refuse(f"an attention mask of its own in layer {layer}")
         if not asked["causal"]:

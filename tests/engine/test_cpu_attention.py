@@ -20,6 +20,7 @@ from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
 from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
+from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.reference import ReferenceAttention
 from tests.support.isas import best_first
 from tests.support.paged import (
@@ -35,6 +36,7 @@ from tests.support.paged import (
     oracle,
     pool,
     same_bits,
+    scores_of,
     step_arrays,
     text,
     tokens,
@@ -61,7 +63,7 @@ def attend(
         step = backend.step(data, q_heads=shape.q_heads, **arrays)
         q, k, v = (torch.cat([x[i][a : a + n] for i, a, n in rows]) for x in (made.q, made.k, made.v))
         lse = torch.empty(q.shape[:2])
-        out = backend.run(step, 1, q, k, v, shape.dim**-0.5, shape.window, lse=lse)
+        out = backend.run(step, 1, q, k, v, scores_of(shape), lse=lse)
         for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
             outputs[i][a : a + n], sums[i][a : a + n] = out[at : at + n], lse[at : at + n]
     return outputs, sums
@@ -140,7 +142,7 @@ def test_the_reference_backend_agrees(dtype: torch.dtype, best: NativeAttention)
             arrays["slots"] = torch.from_numpy(arrays["slots"])
             batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]), attention={})
             q, k, v = (torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:3]]) for x in (made.q, made.k, made.v))
-            out = each.attend(1, q, k, v, batch, kv, shape.dim**-0.5, 0)
+            out = each.attend(1, q, k, v, batch, kv, scores_of(shape))
             assert (out[batch.num_tokens :] == 0).all()
             outputs[each.name].append(out[: batch.num_tokens])
     for one, other in zip(*outputs.values(), strict=True):
@@ -161,7 +163,7 @@ def test_strides(best: NativeAttention) -> None:
     views = [x.view(50, -1, shape.dim) for x in (q, k, v)]
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in views]
     for each in (views, heads_first):
-        assert torch.equal(best.run(step, 0, *each, shape.dim**-0.5), want[0])
+        assert torch.equal(best.run(step, 0, *each, scores_of(shape)), want[0])
 
 
 # ── the same to the bit ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,7 +281,7 @@ def test_blocks_that_left_the_window_are_not_read(dtype: torch.dtype, backend: N
             data[torch.from_numpy(made.tables[0][: max(0, first - 39) // 16])] = torch.nan
             step = backend.step(data, q_heads=shape.q_heads, **step_arrays(shape, made, [(0, first, count)]))
             q, k, v = (x[0][first : first + count] for x in (made.q, made.k, made.v))
-            out = backend.run(step, 1, q, k, v, shape.dim**-0.5, shape.window)
+            out = backend.run(step, 1, q, k, v, scores_of(shape))
         assert torch.equal(out[0], want[length - 1])
 
 
@@ -293,14 +295,14 @@ def test_a_wrong_block_is_seen(best: NativeAttention) -> None:
     data = pool(shape, made.blocks)
     for rows in prefill:
         step = best.step(data, q_heads=shape.q_heads, **step_arrays(shape, made, rows))
-        best.run(step, 1, *(x[rows[0][0]][:63] for x in (made.q, made.k, made.v)), shape.dim**-0.5)
+        best.run(step, 1, *(x[rows[0][0]][:63] for x in (made.q, made.k, made.v)), scores_of(shape))
 
     def last(tables: list[np.ndarray], values: torch.Tensor, lens: int = 64) -> torch.Tensor:
         arrays = step_arrays(shape, made._replace(tables=tables), [row])
         arrays["context_lens"][:] = lens
         arrays["shared"] = None
         step = best.step(data, q_heads=shape.q_heads, **arrays)
-        return best.run(step, 1, made.q[0][63:], made.k[0][63:], values, shape.dim**-0.5)[0]
+        return best.run(step, 1, made.q[0][63:], made.k[0][63:], values, scores_of(shape))[0]
 
     assert torch.equal(last(made.tables, made.v[0][63:]), want)
     swapped[0][1] = made.tables[1][1]
@@ -356,7 +358,8 @@ def test_wrong_arrays_are_refused(wrong: dict[str, object], message: str, best: 
     ("wrong", "message"),
     [
         ({"layer": 1}, "layer=1 of 1"),
-        ({"window": -1}, "window=-1"),
+        ({"scores": Scores(1.0, window=-1)}, "window=-1"),
+        ({"scores": Scores(1.0, sinks=torch.zeros(3))}, "sinks"),
         ({"query": torch.zeros(3, 4, 64).bfloat16()}, "query"),
         ({"query": torch.zeros(2, 4, 64)}, "query"),
         ({"query": torch.zeros(3, 64, 4).transpose(1, 2)}, "query"),
@@ -369,10 +372,11 @@ def test_wrong_arrays_are_refused(wrong: dict[str, object], message: str, best: 
 )
 def test_wrong_tensors_are_refused(wrong: dict[str, object], message: str, best: NativeAttention) -> None:
     step = best.step(torch.zeros(4, 1, 2, 2, 16, 64), q_heads=4, **GOOD)
-    good = {"layer": 0, "query": torch.zeros(3, 4, 64), "key": torch.zeros(3, 2, 64), "value": torch.zeros(3, 2, 64)}
-    best.run(step, **good, scaling=1.0)
+    good = {"layer": 0, "query": torch.zeros(3, 4, 64), "key": torch.zeros(3, 2, 64), "value": torch.zeros(3, 2, 64),
+            "scores": Scores(1.0)}  # fmt: skip
+    best.run(step, **good)
     with pytest.raises(ValueError, match=message):
-        best.run(step, **{**good, **wrong}, scaling=1.0)
+        best.run(step, **{**good, **wrong})
 
 
 # ── construction ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,7 @@ from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
 from rollout.engine.cuda.launches import LaunchLimits  # noqa: E402
 from rollout.engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
+from rollout.engine.forward.attention import Scores  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402
 from rollout.engine.kv.pages import KVGeometry  # noqa: E402
 from tests.support import production  # noqa: E402
@@ -32,6 +33,7 @@ from tests.support.paged import (  # noqa: E402
     oracle,
     pool,
     same_bits,
+    scores_of,
     step_arrays,
     text,
     tokens,
@@ -50,7 +52,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def geometry(shape: Shape, kept_in_fp8: bool) -> KVGeometry:
-    return KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, None, kept_in_fp8)
+    return KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, shape.value_dim, kept_in_fp8)
 
 
 def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
@@ -60,7 +62,7 @@ def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
 
 
 def backend(shape: Shape, programs: int = 6) -> TritonAttention:
-    capacity = StepCapacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize)
+    capacity = StepCapacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize, shape.value_dim)
     return TritonAttention(DEVICE, capacity, programs)
 
 
@@ -77,7 +79,7 @@ def attend(
     ran."""
     data = (pool(shape, made.blocks) if data is None else data).to(DEVICE)
     kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=geometry(shape, data.dtype == torch.uint8))
-    outputs = [torch.full_like(q, torch.nan) for q in made.q]
+    outputs = [torch.full((*q.shape[:2], shape.width), torch.nan, dtype=q.dtype) for q in made.q]
     for rows in steps:
         arrays = step_arrays(shape, made, rows)
         arrays["slots"] = torch.from_numpy(arrays["slots"])
@@ -88,7 +90,7 @@ def attend(
         q, k, v = (
             torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(DEVICE) for x in (made.q, made.k, made.v)
         )
-        out = one.attend(1, q, k, v, batch, kv, shape.dim**-0.5, shape.window).cpu()
+        out = one.attend(1, q, k, v, batch, kv, scores_of(shape)).cpu()
         assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
         for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
             outputs[i][a : a + n] = out[at : at + n]
@@ -298,5 +300,5 @@ def test_what_has_nothing_to_do_is_not_launched() -> None:
         batch.attention = one.prepare(batch, kv)
         q, k = torch.zeros(batch.num_tokens, 8, 16), torch.zeros(batch.num_tokens, 1, 16)
         launched.clear()
-        one.attend(1, q, k, k, batch, kv, 1.0, 0)
+        one.attend(1, q, k, k, batch, kv, Scores(1.0))
         assert launched == want
