@@ -40,7 +40,10 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "value_dim", "q_heads", "bf16")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "value_dim", "q_heads", "bf16")
+        ),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share", "pairs")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
         ("num_chunks", ctypes.c_int64),
@@ -156,8 +159,8 @@ class NativeAttention:
         threads = self.threads or torch.get_num_threads()
         struct = _Step(
             data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
-            value_dim=value_dim, q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places), table_row=table.shape[1],
-            threads=threads, share=shared is not None, pairs=self.pairs,
+            value_dim=value_dim, q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places),
+            table_row=table.shape[1], threads=threads, share=shared is not None, pairs=self.pairs,
             query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
             chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
         )  # fmt: skip
@@ -280,7 +283,8 @@ def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None) -> Widt
     on_cpu = data.device.type == "cpu" and data.is_contiguous()
     if data.dtype not in (torch.bfloat16, torch.float32) or not on_cpu or data.shape[2:] != shape:
         raise ValueError(
-            f"KV pool: need contiguous bf16 or fp32 [N, L, {', '.join(map(str, shape))}] on the CPU, got {data.dtype} {data.shape}"
+            f"KV pool: need contiguous bf16 or fp32 [N, L, {', '.join(map(str, shape))}] on the CPU, got {data.dtype} "
+            f"{data.shape}"
         )
     if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
         raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
@@ -317,7 +321,19 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.rollout_plan.argtypes = [pointer, pointer, i64]
     lib.rollout_plan.restype = ctypes.c_int
     tensor = [pointer, i64, i64]
-    lib.rollout_attend.argtypes = [pointer, i64, i64, ctypes.c_float, ctypes.c_float, pointer, *tensor, *tensor, *tensor, pointer, pointer]
+    lib.rollout_attend.argtypes = [
+        pointer,
+        i64,
+        i64,
+        ctypes.c_float,
+        ctypes.c_float,
+        pointer,
+        *tensor,
+        *tensor,
+        *tensor,
+        pointer,
+        pointer,
+    ]
     lib.rollout_attend.restype = None
     lib.rollout_calls.argtypes = [pointer, pointer, i64, pointer, pointer, *[pointer] * 4]
     lib.rollout_calls.restype = None

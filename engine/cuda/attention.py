@@ -170,10 +170,12 @@ class TritonAttention:
         assert query.stride(2) == 1
         group, block, data, width = q_heads // heads, kv.block_size, kv.data, self.capacity.value_dim
         layer_at, stride = layer * data.stride(1), data.stride(0)
-        values = {"HEADS": heads, "VALUE": width, "VALUE_PAD": power_of_two(max(width, 16))}
+        values = {
+            "HEADS": heads, "VALUE": width, "VALUE_PAD": power_of_two(max(width, 16)), "SINKS": scores.sinks is not None,
+        }  # fmt: skip
         shape = {**values, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
         cap, window = scores.softcap, scores.window
-        scaling = (cap or scores.scaling) * LOG2E
+        scaling, before = (cap or scores.scaling) * LOG2E, scores.scaling / cap if cap else 0.0
         sinks = self.sums if scores.sinks is None else scores.sinks
         assert scores.sinks is None or sinks.shape == (q_heads,)
         chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
@@ -185,14 +187,14 @@ class TritonAttention:
                 kernels.attend[(self.groups[kind] * heads,)](
                     query, out, data, scales_as(data, torch.int32), arrays.table, arrays.positions, arrays.parts,
                     self.partial, self.sums, (arrays.small, arrays.large)[kind], arrays.counts[kind:],
-                    layer_at, stride, *query.stride()[:2], out.stride(0), scaling, window,
-                    scores.scaling / (cap or 1.0), sinks, CAP=cap != 0, SINKS=scores.sinks is not None, GROUP=group, BLOCK=block, M=launch.rows, N=launch.keys, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu",
+                    layer_at, stride, *query.stride()[:2], out.stride(0), scaling, window, before, sinks, CAP=cap != 0,
+                    GROUP=group, BLOCK=block, M=launch.rows, N=launch.keys, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu",
                     num_warps=launch.warps, num_stages=launch.stages, **shape, **chunks, **kept, **EXACT,
                 )  # fmt: skip
         if merges or padded > batch.num_tokens:
             kernels.merge[(padded, heads)](
                 out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window, sinks,
-                SINKS=scores.sinks is not None, GROUP=group, GROUP_PAD=power_of_two(group), **values, **chunks, **EXACT,
+                GROUP=group, GROUP_PAD=power_of_two(group), **values, **chunks, **EXACT,
             )  # fmt: skip
         return out
 

@@ -4,10 +4,10 @@
     attend   tiles: queries × chunks of a block table; writes the output, or one partial result per chunk
     merge    partial results of a token, in the order of chunks
 
-Layout in a block: K as [kv_heads, block_size, DIM] and V as [kv_heads, block_size, VALUE], as in the reference. A tile has rows token · group + head: the
-query heads of one KV head together, so that each K and V is read once for all of them. With FP8, these are codes, followed by
-the scales of K and of V, two per word (`rollout.engine.kv.fp8`): scores are multiplied by the scales of K, weights by those of
-V.
+Layout in a block: K as [kv_heads, block_size, DIM] and V as [kv_heads, block_size, VALUE], as in the reference. A tile has rows
+token · group + head: the query heads of one KV head together, so that each K and V is read once for all of them. With FP8,
+these are codes, followed by the scales of K and of V, two per word (`rollout.engine.kv.fp8`): scores are multiplied by the
+scales of K, weights by those of V.
 
 `attend` runs as many programs as fill the device; each processes tile after tile with one KV head, in the order of
 `tiles.deal`. The number of tiles is read from memory, so one CUDA graph serves every step of its batch size.

@@ -44,9 +44,7 @@ class StoredAttention(Protocol):
 
     def slots_of(self, batch: Batch) -> torch.Tensor: ...
 
-    def attend_stored(
-        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores
-    ) -> torch.Tensor: ...
+    def attend_stored(self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores) -> torch.Tensor: ...
 
 
 class NotFused(Exception):

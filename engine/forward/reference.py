@@ -80,9 +80,7 @@ class ReferenceAttention:
         return result
 
 
-def attend_tiles(
-    query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTiles, group: int, asked: Scores
-) -> torch.Tensor:
+def attend_tiles(query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTiles, group: int, asked: Scores) -> torch.Tensor:
     """query [T + 1, q_heads, D] fp32 (the last one zero), keys of width D, values of width E → [N, tile, q_heads, E] fp32."""
     n, tile = tiles.queries.shape
     heads, size, dim = keys.numbers.shape[1:]

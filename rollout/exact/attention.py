@@ -7,7 +7,7 @@ The service uses one arithmetic for each query and chunk of keys, and this modul
         └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient, in fp32 if this CPU
                                                                  is slow in bf16
 
-SDPA has no soft caps and no sinks: for layers with them, the backward recomputes plain attention in fp32, one KV head at a time.
+SDPA has no soft caps and no sinks: for layers with them, the backward computes plain attention in fp32, one KV head at a time.
 
 It works for every transformers model that the service runs, on the CPU and on CUDA, with the same block_size. A batch may have
 padded rows, packed rows or trees (`rollout.exact.layout`).

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +14,14 @@ import torch
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import build
-from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.cpu.attention import NativeAttention, Widths
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
 from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.reference import ReferenceAttention
+from tests.support import paged
 from tests.support.isas import best_first
 from tests.support.paged import (
     BF16,
@@ -48,19 +48,23 @@ HERE = [isa for isa in here() if isa not in EMULATED]
 """attention has no tile instructions: what is emulated is avx512_bf16"""
 
 
+def widths(shape: Shape) -> Widths | None:
+    return None if shape.value_dim is None else Widths(shape.kv_heads, shape.block_size, shape.dim, shape.value_dim)
+
+
 def attend(
     backend: NativeAttention, shape: Shape, made: Tokens, steps: list[list[Row]], share: bool = True
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run steps of rows over a fresh pool: (outputs [T, q_heads, D], lse [T, q_heads]) of each sequence. Tokens that were
     computed before (a prefix in common) need no row of their own; they stay NaN in the result."""
     data = pool(shape, made.blocks)
-    outputs = [torch.full_like(q, torch.nan) for q in made.q]
+    outputs = [torch.full((*q.shape[:2], shape.width), torch.nan, dtype=q.dtype) for q in made.q]
     sums = [torch.full(q.shape[:2], torch.nan) for q in made.q]
     for rows in steps:
         arrays = step_arrays(shape, made, rows)
         if not share:
             arrays["shared"] = None
-        step = backend.step(data, q_heads=shape.q_heads, **arrays)
+        step = backend.step(data, q_heads=shape.q_heads, **arrays, widths=widths(shape))
         q, k, v = (torch.cat([x[i][a : a + n] for i, a, n in rows]) for x in (made.q, made.k, made.v))
         lse = torch.empty(q.shape[:2])
         out = backend.run(step, 1, q, k, v, scores_of(shape), lse=lse)
@@ -96,6 +100,13 @@ SHAPES = [
     Shape(window=23),
     Shape(window=500),
     Shape(dim=24, block_size=8, window=11),
+    Shape(sinks=True),
+    Shape(softcap=2.0),
+    Shape(softcap=50.0, q_heads=9, kv_heads=3, block_size=32),
+    Shape(q_heads=4, kv_heads=4, dim=96, value_dim=64),
+    Shape(q_heads=2, kv_heads=1, dim=48, value_dim=112, window=23, sinks=True),
+    Shape(q_heads=4, kv_heads=2, dim=24, value_dim=12, block_size=8),
+    Shape(q_heads=3, kv_heads=1, dim=32, value_dim=20, block_size=4, window=11, softcap=2.0, sinks=True),
 ]
 
 
@@ -126,30 +137,54 @@ def test_scores_that_differ_by_thousands(best: NativeAttention) -> None:
             torch.testing.assert_close(sums[0][89], torch.full((shape.q_heads,), 64 * 64 * 64**-0.5), atol=1e-3, rtol=0)
 
 
+SEAM = [Shape(), *SHAPES[15:]]
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_the_reference_backend_agrees(dtype: torch.dtype, best: NativeAttention) -> None:
-    """Both through the seam's contract, in steps that mix prefill and decode; what stands behind the tokens is padding."""
-    shape = Shape(dtype=dtype)
-    made = tokens(shape, [(None, 0), (0, 2), (0, 2), (None, 0)], [60, 45, 70, 9])
+@pytest.mark.parametrize("shape", SEAM, ids=text)
+def test_both_backends_agree_through_the_seam(shape: Shape, dtype: torch.dtype, best: NativeAttention) -> None:
+    """In steps that mix prefill and decode, with padding: right, and each has the bits of a sequence alone."""
+    shape = shape._replace(dtype=dtype)
+    shared = 32 // shape.block_size
+    made = tokens(shape, [(None, 0), (0, shared), (0, shared), (None, 0)], [60, 45, 70, 9])
     schedule = [[(0, 0, 60), (3, 0, 8)], [(1, 32, 13), (2, 32, 38), (3, 8, 1)]]
-    outputs: dict[str, list[torch.Tensor]] = {}
     for each in (best, ReferenceAttention()):
-        kv = SimpleNamespace(data=pool(shape, made.blocks), block_size=shape.block_size)
-        outputs[each.name] = []
-        for rows in schedule:
-            arrays = step_arrays(shape, made, rows)
-            arrays["block_table"][arrays["block_table"] == 10**6] = 0
-            arrays["slots"] = torch.from_numpy(arrays["slots"])
-            batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]), attention={})
-            q, k, v = (torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:3]]) for x in (made.q, made.k, made.v))
-            out = each.attend(1, q, k, v, batch, kv, scores_of(shape))
-            assert (out[batch.num_tokens :] == 0).all()
-            outputs[each.name].append(out[: batch.num_tokens])
-    for one, other in zip(*outputs.values(), strict=True):
-        if dtype == FP32:
-            assert_close(shape, one, other.double())
-        else:  # both are rounded: one unit in the last place, and what `assert_close` allows
-            torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8)
+        alone = paged.attend(each, shape, made, whole(made))
+        assert same_bits(alone, paged.attend(each, shape, made, schedule))
+        for i in range(4):
+            assert_close(shape, alone[i], oracle(shape, made, i)[0])
+
+
+def test_scores_without_what_was_asked_for_are_seen(best: NativeAttention) -> None:
+    """The negative control of sinks and soft caps: a backend that forgets one, or gives a sink to another head."""
+    shape = Shape(softcap=2.0, sinks=True)
+    made = tokens(shape, [(None, 0)], [40])
+    want, asked = oracle(shape, made, 0)[0], scores_of(shape)
+    assert asked.sinks is not None
+    for each in (best, ReferenceAttention()):
+        assert_close(shape, paged.attend(each, shape, made, whole(made))[0], want)
+        for other in (asked._replace(sinks=None), asked._replace(softcap=0.0), asked._replace(sinks=asked.sinks.flip(0))):
+            with pytest.raises(AssertionError):
+                assert_close(shape, paged.attend(each, shape, made, whole(made), scores=other)[0], want)
+
+
+def test_a_sink_takes_all_or_nothing(best: NativeAttention) -> None:
+    """One far above every score leaves zero, one far below the bits without sinks. Scores beyond a soft cap are equal."""
+    for dtype in (FP32, BF16):
+        shape = Shape(dtype=dtype)
+        made = tokens(shape, [(None, 0)], [90])
+        asked, sinks = scores_of(shape), torch.full((shape.q_heads,), 1e4)
+        for each in (best, ReferenceAttention()):
+            plain = paged.attend(each, shape, made, whole(made))[0]
+            above, below = (
+                paged.attend(each, shape, made, whole(made), scores=asked._replace(sinks=x)) for x in (sinks, -sinks)
+            )
+            assert (above[0] == 0).all() and torch.equal(below[0], plain)
+            loud = made._replace(q=[torch.full_like(made.q[0], 100.0)], k=[torch.full_like(made.k[0], 100.0)])
+            even = paged.attend(each, shape, loud, whole(made), scores=asked._replace(softcap=3.0))[0]
+            group = shape.q_heads // shape.kv_heads
+            means = made.v[0].double().cumsum(0) / torch.arange(1, 91)[:, None, None]
+            assert_close(shape, even, means.repeat_interleave(group, 1))
 
 
 def test_strides(best: NativeAttention) -> None:
@@ -175,6 +210,10 @@ SAME = [
     Shape(q_heads=4, kv_heads=4, dim=24, block_size=8),
     Shape(window=21),
     Shape(window=40, dtype=FP32),
+    Shape(softcap=2.0, sinks=True),
+    Shape(softcap=2.0, sinks=True, window=40, dtype=FP32),
+    Shape(dim=48, value_dim=32, sinks=True),
+    Shape(dim=24, value_dim=40, block_size=8, dtype=FP32),
 ]
 
 
@@ -227,7 +266,7 @@ def test_prefixes_that_end_inside_a_unit(shape: Shape, backend: NativeAttention)
 
 SLOW = [shape._replace(dtype=FP32) for shape in SHAPES if shape.dim > 80]
 """seconds each in plain C, where an FMA of fp32 is a call"""
-EVERYWHERE = [shape._replace(dtype=dtype) for shape in [*SHAPES[:9], Shape(window=23)] for dtype in (FP32, BF16)]
+EVERYWHERE = [shape._replace(dtype=dtype) for shape in [*SHAPES[:9], Shape(window=23), *SHAPES[15:]] for dtype in (FP32, BF16)]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ Every pool starts full of NaN, so a read of a token that is not visible shows in
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,14 +71,53 @@ def tokens(shape: Shape, prefixes: list[tuple[int | None, int]], lengths: list[i
 
 
 def pool(shape: Shape, blocks: int) -> torch.Tensor:
-    geometry = KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, shape.value_dim)
-    return torch.full((blocks, *geometry.block_shape(shape.block_size)), torch.nan, dtype=shape.dtype)
+    return torch.full((blocks, *geometry(shape).block_shape(shape.block_size)), torch.nan, dtype=shape.dtype)
 
 
 def scores_of(shape: Shape) -> Scores:
     """Return what the layer asks for. Sinks from far below to far above the scores, whose standard deviation is 1."""
     sinks = torch.linspace(-6, 6, shape.q_heads) if shape.sinks else None
     return Scores(shape.dim**-0.5, shape.window, shape.softcap, sinks)
+
+
+def geometry(shape: Shape, fp8: bool = False) -> KVGeometry:
+    return KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, shape.value_dim, fp8)
+
+
+def attend(
+    one: Any,
+    shape: Shape,
+    made: Tokens,
+    steps: list[list[Row]],
+    share: bool = True,
+    pad: int = 3,
+    data: torch.Tensor | None = None,
+    device: torch.device | None = None,
+    scores: Scores | None = None,
+) -> list[torch.Tensor]:
+    """Run steps of rows over a fresh pool, or `data`, through the seam: [T, q_heads, width] of each sequence, NaN where nothing
+    ran. scores: other ones than the shape's."""
+    data = (pool(shape, made.blocks) if data is None else data).to(device)
+    kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=geometry(shape, data.dtype == torch.uint8))
+    outputs = [torch.full((*q.shape[:2], shape.width), torch.nan, dtype=q.dtype) for q in made.q]
+    asked = scores_of(shape) if scores is None else scores
+    asked = asked._replace(sinks=None if asked.sinks is None else asked.sinks.to(device))
+    for rows in steps:
+        arrays = step_arrays(shape, made, rows)
+        arrays["block_table"][arrays["block_table"] == 10**6] = 0
+        arrays["slots"] = torch.from_numpy(arrays["slots"])
+        if not share:
+            arrays["shared"] = arrays["shared"][:0]
+        batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]))
+        batch.attention = one.prepare(batch, kv)
+        q, k, v = (
+            torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(device) for x in (made.q, made.k, made.v)
+        )
+        out = one.attend(1, q, k, v, batch, kv, asked).cpu()
+        assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
+        for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
+            outputs[i][a : a + n] = out[at : at + n]
+    return outputs
 
 
 def step_arrays(shape: Shape, made: Tokens, rows: list[Row]) -> dict[str, np.ndarray]:
