@@ -277,9 +277,13 @@ class NativeAttention:
 
 def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None) -> Widths:
     """Return the sizes of the pool. Raises ValueError if the kernel does not support it, or query heads over it."""
-    found = widths or Widths(*data.shape[3:], data.shape[-1])
-    kv_heads, block_size, dim, value_dim = found
-    shape = (2, kv_heads, block_size, dim) if widths is None else (kv_heads * block_size * (dim + value_dim),)
+    shape: tuple[int, ...]
+    if widths is None:
+        _, _, _, kv_heads, block_size, dim = data.shape
+        value_dim, shape = dim, (2, kv_heads, block_size, dim)
+    else:
+        kv_heads, block_size, dim, value_dim = widths
+        shape = (kv_heads * block_size * (dim + value_dim),)
     on_cpu = data.device.type == "cpu" and data.is_contiguous()
     if data.dtype not in (torch.bfloat16, torch.float32) or not on_cpu or data.shape[2:] != shape:
         raise ValueError(
@@ -296,7 +300,7 @@ def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None) -> Widt
             f"block_size={block_size}, head_dim={dim}, value_dim={value_dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of "
             f"{LANES}"
         )
-    return found
+    return Widths(kv_heads, block_size, dim, value_dim)
 
 
 def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | None) -> list[int | None]:

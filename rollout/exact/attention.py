@@ -181,17 +181,17 @@ def _plain_gradients(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of query, key, value (`tensors`, as in `_Attention.forward`) and sinks, for that of the output,
     [B, q_heads, L, E]. seen: [B, L, L] bool. Memory: a few [B, group, L, L] in fp32."""
-    kv_heads, found = tensors[1].shape[1], []
-    for head in range(kv_heads):
-        part = [x.chunk(kv_heads, 1)[head].detach().float().requires_grad_() for x in tensors]
-        own = None if sinks is None else sinks.chunk(kv_heads)[head].detach().float().requires_grad_()
+    heads = tensors[1].shape[1]
+    inputs = tensors if sinks is None else [*tensors, sinks[None]]
+    found = []
+    for head in range(heads):
+        part = [x.chunk(heads, 1)[head].detach().float().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out = plain_attention(*part, seen, scores._replace(sinks=own))
-        wanted = part if own is None else [*part, own]
-        found.append(torch.autograd.grad(out, wanted, grad.chunk(kv_heads, 1)[head].float()))
-    of = [torch.cat(parts, 1 if i < 3 else 0) for i, parts in enumerate(zip(*found, strict=True))]
-    inputs = [*tensors, sinks]
-    return [*(each.to(like.dtype) for each, like in zip(of, inputs, strict=False)), *[None] * (4 - len(of))]
+            asked = scores._replace(sinks=None if sinks is None else part[3][0])
+            out = plain_attention(part[0], part[1], part[2], seen, asked)
+        found.append(torch.autograd.grad(out, part, grad.chunk(heads, 1)[head].float()))
+    grads = [torch.cat(parts, 1).to(like.dtype) for parts, like in zip(zip(*found, strict=True), inputs, strict=True)]
+    return [*grads[:3], None if sinks is None else grads[3][0]]
 
 
 def plain_attention(
