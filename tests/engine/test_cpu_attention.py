@@ -155,6 +155,40 @@ def test_both_backends_agree_through_the_seam(shape: Shape, dtype: torch.dtype, 
             assert_close(shape, alone[i], oracle(shape, made, i)[0])
 
 
+def drawn(seed: int) -> tuple[Shape, Tokens, list[list[Row]]]:
+    """Draw a shape, four sequences with prefixes in common, and steps of random rows that compute them."""
+    r = np.random.default_rng(seed)
+    kv_heads, size, value_dim = int(r.integers(1, 4)), int(r.choice([4, 8, 16, 32])), int(r.integers(1, 6)) * 8
+    shape = Shape(
+        int(r.integers(1, 6)) * kv_heads, kv_heads, int(r.integers(1, 6)) * 8, size, int(r.choice([0, 1, 9, 33])),
+        (FP32, BF16)[int(r.integers(2))], (None, value_dim)[int(r.integers(2))], float(r.choice([0, 1.5, 30])),
+        bool(r.integers(2)),
+    )  # fmt: skip
+    shared = int(r.integers(1, 1 + 32 // size))
+    prefixes: list[tuple[int | None, int]] = [(None, 0), (0, shared), (1, shared), (None, 0)]
+    lengths = [int(shared * size + r.integers(1, 50)) for _ in range(4)]
+    done, steps = [0] * 4, []
+    while pending := [i for i in range(4) if done[i] < lengths[i]]:
+        rows: list[Row] = []
+        for i in r.permutation(pending).tolist():
+            if r.integers(3):
+                rows.append((i, done[i], min(int(r.integers(1, 20)), lengths[i] - done[i])))
+                done[i] += rows[-1][2]
+        steps += [rows] * bool(rows)
+    return shape, tokens(shape, prefixes, lengths, seed), steps
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 200))])
+def test_any_shape_and_any_steps(seed: int, best: NativeAttention) -> None:
+    """Right against double precision, and the bits of each sequence alone in one row; tokens in common are computed by each."""
+    shape, made, steps = drawn(seed)
+    for each in (best, ReferenceAttention()):
+        alone = paged.attend(each, shape, made, whole(made))
+        assert same_bits(alone, paged.attend(each, shape, made, steps)), text(shape)
+        for i in range(4):
+            assert_close(shape, alone[i], oracle(shape, made, i)[0], 2**-7)
+
+
 def test_scores_without_what_was_asked_for_are_seen(best: NativeAttention) -> None:
     """The negative control of sinks and soft caps: a backend that forgets one, or gives a sink to another head."""
     shape = Shape(softcap=2.0, sinks=True)
