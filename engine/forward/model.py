@@ -331,6 +331,8 @@ def _refuse_layers(probe: AttentionProbe, recurrence: Recurrence, config: Any, n
     for layer, asked in probe.layers.items():
         for feature in asked["other"]:
             refuse(f"attention feature {feature!r} of layer {layer}")
+        if asked["sinks"] not in (None, (asked["q_heads"],)):
+            refuse(f"attention sinks of shape {asked['sinks']} in layer {layer}")
         if asked["masked"]:
             refuse(f"an attention mask of its own in layer {layer}")
         if not asked["causal"]:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from rollout.engine.forward.attention import Backend, CannotAttend
+from rollout.engine.forward.attention import Backend, CannotAttend, Scores
 from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
 from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line
 from rollout.engine.kv.block import BlockCopies, SlotCounts
@@ -119,22 +119,22 @@ def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemor
     """Attend with rows of one and of several tokens, in the shapes of each kind of layer, to KV of geometry `kept`. Raises
     CannotAttend."""
     geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW - 1)]
-    if geometry.head_dim != geometry.value_dim and backend.name != "reference":
-        raise CannotAttend(f"keys of {geometry.head_dim} and values of {geometry.value_dim} dimensions")
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
     kv = PagedKV(kept, PoolSizes(block_size, tables.size, 0), memory)
-    at = dict.fromkeys(asked["q_heads"] for asked in model.asked.values())
-    for q_heads in at:
+    kinds = dict.fromkeys((asked["q_heads"], asked["softcap"], asked["sinks"]) for asked in model.asked.values())
+    for q_heads, softcap, sinks in kinds:
         served = LoadedModel(model, backend, block_size, NARROW, memory, kept)
         batch = _batch(served, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, torch.zeros(1, dtype=torch.int64))
         shapes = ((q_heads, geometry.head_dim), (geometry.kv_heads, geometry.head_dim), (geometry.kv_heads, geometry.value_dim))
         q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=geometry.dtype, device=model.device) for each in shapes)
         try:
             batch = replace(batch, attention=backend.prepare(batch, kv))
-            backend.attend(0, q, k, v, batch, kv, 1.0, 0)
+            scores = Scores(1.0, 0, softcap, None if sinks is None else q.new_zeros(sinks))
+            backend.attend(0, q, k, v, batch, kv, scores)
         except Exception as error:
             raise CannotAttend(
-                f"{q_heads} query heads over {geometry.kv_heads} of {geometry.head_dim} dimensions: {in_one_line(error)}"
+                f"{q_heads} query heads over {geometry.kv_heads} of {geometry.head_dim} dimensions, values of "
+                f"{geometry.value_dim}: {in_one_line(error)}"
             ) from error
 
 
