@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollout.engine.cpu.functions import in_whole_vectors
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import Cells, PagedKV, keys_and_values
@@ -103,7 +102,7 @@ def attend_tiles(query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTi
             seen &= where > position[at] - asked.window
         scores = torch.matmul(q[at], k.transpose(-1, -2))
         if asked.softcap:
-            scores = in_whole_vectors(torch.tanh, (scores / asked.softcap,), {}) * asked.softcap
+            scores = tanh(scores / asked.softcap) * asked.softcap
         scores = scores.masked_fill(~seen, MASKED)
         top = torch.maximum(m[at], scores.amax(-1, keepdim=True))
         weights = (scores - top).exp().masked_fill(~seen, 0)
@@ -118,6 +117,20 @@ def attend_tiles(query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTi
         total, acc = total * shrink + (sink - top).exp(), acc * shrink
     out = acc / total.clamp(min=torch.finfo(torch.float32).tiny)
     return out.view(n, heads, tile, group, -1).permute(0, 2, 1, 3, 4).reshape(n, tile, heads * group, -1)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return tanh of fp32 numbers, up to a few roundings, as e / (e + 2) with e = e^2|x| - 1 and the sign of x. Made of sums,
+    products and quotients: torch's own has other bits at the end of a tensor."""
+    size = x.abs().clamp(max=10)
+    n = (size * 2.8853900817779268).round()  # e^2|x| = 2^n · (1 + rest)
+    s = (size * 2 - n * 0.693145751953125) - n * 1.428606765330187045e-06  # log 2 in two parts
+    series = torch.full_like(s, 0.000198527617612853646278381)
+    for coefficient in (0.00139304355252534151, 0.00833336077630519867, 0.0416664853692054749, 0.166666671633720398, 0.5):
+        series = series * s + coefficient
+    rest, scale = s * s * series + s, ((n.int() + 127) << 23).view(torch.float32)
+    e = scale * rest + (scale - 1)
+    return (e / (e + 2)).copysign(x)
 
 
 def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> QueryTiles:

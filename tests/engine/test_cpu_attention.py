@@ -20,7 +20,7 @@ from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
 from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
 from rollout.engine.forward.attention import Scores
-from rollout.engine.forward.reference import ReferenceAttention
+from rollout.engine.forward.reference import ReferenceAttention, tanh
 from tests.support import paged
 from tests.support.isas import best_first
 from tests.support.paged import (
@@ -187,6 +187,14 @@ def test_any_shape_and_any_steps(seed: int, best: NativeAttention) -> None:
         assert same_bits(alone, paged.attend(each, shape, made, steps)), text(shape)
         for i in range(4):
             assert_close(shape, alone[i], oracle(shape, made, i)[0], 2**-7)
+
+
+def test_tanh() -> None:
+    """Of all sizes, to a few units in the last place; odd, and NaN stays NaN."""
+    x = torch.cat([torch.logspace(-30, 30, 4001), torch.linspace(0, 11, 4001), torch.tensor([0.0, torch.inf])])
+    error = (tanh(x).double() - x.double().tanh()).abs() / x.double().tanh().clamp(min=1e-300)
+    assert error.nan_to_num(0).max() < 4 * 2**-24 and tanh(x[-2:]).tolist() == [0, 1]
+    assert torch.equal(tanh(-x), -tanh(x)) and tanh(torch.tensor([torch.nan])).isnan().all()
 
 
 def test_scores_without_what_was_asked_for_are_seen(best: NativeAttention) -> None:
