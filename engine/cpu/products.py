@@ -13,6 +13,7 @@ torch's bf16 if it is slow), and the sum of grad."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -234,8 +235,11 @@ class _Silu(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors), None
 
 
-def use_products(module: nn.Module, isa: str) -> None:
+def use_products(module: nn.Module, isa: str, computed: Container[nn.Module] = ()) -> None:
     """Make every nn.Linear and SiLU of `module` compute with `products_of(isa)`, in place.
+
+    Args:
+        computed: modules whose matrices are multiplied by other kernels of ours (`rollout.engine.cpu.recurrence`).
 
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
     matrices that belong neither to a Linear nor to an embedding (experts, Conv1D); NativeUnavailable. The module is unchanged
@@ -244,7 +248,7 @@ def use_products(module: nn.Module, isa: str) -> None:
     linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     for name, each in module.named_modules():
         for parameter, tensor in each.named_parameters(recurse=False):
-            if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)):
+            if tensor.squeeze().ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and each not in computed:
                 raise NotServed(
                     f"{name}.{parameter} is a matrix of a {type(each).__name__}, not of an nn.Linear: its product would stay "
                     "torch's own"
