@@ -238,13 +238,13 @@ def use_products(module: nn.Module, isa: str) -> None:
     """Make every nn.Linear and SiLU of `module` compute with `products_of(isa)`, in place.
 
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
-    matrices that belong neither to a Linear nor to an embedding (experts, Conv1D); NativeUnavailable. The module is unchanged
+    matrices that belong neither to a Linear nor to an embedding (experts); NativeUnavailable. The module is unchanged
     then."""
     products_of(isa)
     linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     for name, each in module.named_modules():
         for parameter, tensor in each.named_parameters(recurse=False):
-            if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and not is_depthwise(each):
+            if tensor.squeeze().ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and not is_depthwise(each):
                 raise NotServed(
                     f"{name}.{parameter} is a matrix of a {type(each).__name__}, not of an nn.Linear: its product would stay "
                     "torch's own"

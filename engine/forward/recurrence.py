@@ -231,23 +231,28 @@ def rows_of(call: AttentionCall) -> StateRows:
 
 def mixed(kernels: TokenMixers, call: AttentionCall, index: int, name: str, given: dict[str, Any]) -> Any:
     """Run a function of a mixer with the kernels of the device. Returns what the module's own returns."""
-    rows, pages = rows_of(call), pages_of(call)
+    pages = pages_of(call)
+    parts = None if pages is None else pages.convs if name == CONV else pages.scans
+    out = run_kernel(kernels, name, given, None if parts is None else parts[index], rows_of(call))
+    return out if name == CONV or not (SCANS[name].always_pairs or given.get(SCANS[name].wanted)) else (out, None)
+
+
+def run_kernel(
+    kernels: TokenMixers, name: str, given: dict[str, Any], states: torch.Tensor | None, rows: StateRows
+) -> torch.Tensor:
+    """Run the kernel in place of the function `name`, whose arguments are `given`, for rows that lie side by side. states: slots;
+    None: every row begins with zeros. Returns what the function returns, without a state."""
     if name == CONV:
         x, weight = given["hidden_states"][0].T, given["weight"]
-        none = x.new_zeros(1, x.shape[1], weight.shape[-1] - 1)
-        states = none if pages is None else pages.convs[index]
-        return kernels.convolve(x, weight, given.get("bias"), given.get("activation"), states, rows).T[None]
-    kind = SCANS[name]
-    found = None if pages is None else pages.scans[index]
-    states = torch.zeros(1, *kind.shape(given)) if found is None else found
+        slots = x.new_zeros(1, x.shape[1], weight.shape[-1] - 1) if states is None else states
+        return kernels.convolve(x, weight, given.get("bias"), given.get("activation"), slots, rows).T[None]
+    slots = torch.zeros(1, *SCANS[name].shape(given)) if states is None else states
     tokens = {key: value[0] for key, value in given.items() if key in OF_TOKENS}
     if "value" in tokens:
-        out = kernels.delta_rule(**tokens, states=states, rows=rows, l2norm=bool(given.get("use_qk_l2norm_in_kernel")))
-    else:
-        options = {key: given[key] for key in ("D", "dt_bias", "dt_softplus", "dt_limit") if key in given}
-        hidden = tokens.pop("hidden_states")
-        out = kernels.mamba2(hidden, A=given["A"], **tokens, states=states, rows=rows, **options)
-    return (out[None], None) if kind.always_pairs or given.get(kind.wanted) else out[None]
+        normed = bool(given.get("use_qk_l2norm_in_kernel"))
+        return kernels.delta_rule(**tokens, states=slots, rows=rows, l2norm=normed)[None]
+    options = {key: given[key] for key in ("D", "dt_bias", "dt_softplus", "dt_limit") if key in given}
+    return kernels.mamba2(tokens.pop("hidden_states"), A=given["A"], **tokens, states=slots, rows=rows, **options)[None]
 
 
 # ── a step, by torch ──────────────────────────────────────────────────────────────────────────────────────────────────
