@@ -240,8 +240,8 @@ def mixed(kernels: TokenMixers, call: AttentionCall, index: int, name: str, give
 def run_kernel(
     kernels: TokenMixers, name: str, given: dict[str, Any], states: torch.Tensor | None, rows: StateRows
 ) -> torch.Tensor:
-    """Run the kernel in place of the function `name`, whose arguments are `given`, for rows that lie side by side. states: slots;
-    None: every row begins with zeros. Returns what the function returns, without a state."""
+    """Run the kernel in place of the function `name`, whose arguments are `given`, for rows that lie side by side. states:
+    slots; None: every row begins with zeros. Returns what the function returns, without a state."""
     if name == CONV:
         x, weight = given["hidden_states"][0].T, given["weight"]
         slots = x.new_zeros(1, x.shape[1], weight.shape[-1] - 1) if states is None else states

@@ -29,12 +29,10 @@ from rollout.engine.forward.attention import Scores
 from rollout.engine.kv.pages import KVGeometry
 from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
+from rollout.exact.recurrence import ROWS
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, Scores], torch.Tensor]
 """signature of `rollout.engine.devices.Backend.attend`"""
-
-ROWS = "exact_rows"
-"""keyword argument that passes the `BatchLayout` to each layer's attention"""
 
 
 def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str | None = None) -> str:

@@ -16,6 +16,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import Samples, assert_same
 from tests.support.families import build, outcome
 from tests.support.tiny import plain_logprobs
@@ -226,3 +227,42 @@ def test_bits_do_not_depend_on_what_else_runs(name: str) -> None:
             assert_same(roomy, samples(**config))
         except AssertionError as error:
             raise AssertionError(f"{each}: {error}") from error
+
+
+@pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_trainer_has_the_bits_of_the_samples(name: str, dtype: torch.dtype) -> None:
+    made = build(name, dtype)
+    engine = Engine(EngineConfig(dtype=str(dtype)[6:], threads=1, **ROOMY), Model(copy.deepcopy(made), name))  # type: ignore[arg-type]
+    asked = [group(f"g{i}", prompt(n, i), n=2, max_tokens=19, seed=i, ignore_eos=True) for i, n in enumerate((50, 9))]
+    samples = run(engine, asked)
+    pairs = [(each.prompt, samples[each.id, index].token_ids) for each in asked for index in range(2)]
+    use = use_exact(made, engine.arithmetic, block_size=8)
+    with torch.no_grad():
+        again = sample_logprobs(made, pairs)
+    for (_, _), logprobs, sample in zip(pairs, again, [samples[each.id, i] for each in asked for i in range(2)], strict=True):
+        assert np.array_equal(logprobs.numpy(), sample.logprobs)
+    use.remove()
+    assert not any("forward" in vars(each) for each in made.modules())
+
+
+@pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
+@pytest.mark.parametrize("name", NATIVE)
+def test_gradients_of_an_exact_model_are_those_of_the_plain_one(name: str) -> None:
+    """In fp32, of rows of different lengths; each parameter has one."""
+    rows = [(prompt(30, 1), prompt(12, 2)), (prompt(11, 3), prompt(20, 4))]
+    grads = []
+    for exact in (False, True):
+        made = build(name).requires_grad_(True)
+        if exact:
+            use_exact(made, block_size=8)
+            sum(each.sum() for each in sample_logprobs(made, rows)).backward()  # type: ignore[union-attr]
+        else:
+            for row in rows:
+                sample_logprobs(made, [row])[0].sum().backward()
+        grads.append({key: value.grad for key, value in made.named_parameters()})
+    for key, want in grads[0].items():
+        got = grads[1][key]
+        assert want is not None and got is not None, key
+        assert (got - want).abs().max() <= 2e-3 * want.abs().max() + 1e-6, key
