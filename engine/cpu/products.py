@@ -244,7 +244,7 @@ def use_products(module: nn.Module, isa: str) -> None:
     linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     for name, each in module.named_modules():
         for parameter, tensor in each.named_parameters(recurse=False):
-            if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)):
+            if tensor.ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and not is_depthwise(each):
                 raise NotServed(
                     f"{name}.{parameter} is a matrix of a {type(each).__name__}, not of an nn.Linear: its product would stay "
                     "torch's own"
@@ -258,6 +258,11 @@ def use_products(module: nn.Module, isa: str) -> None:
             activation.__class__ = ExactSiLU
         elif type(activation) is ExactSiLU:
             activation.isa = isa
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of each channel by itself, which is no matrix product."""
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
 
 
 def plain_products(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ transformers calls it with q, k, v of each layer and passes keyword arguments of
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -131,12 +132,14 @@ class AttentionCall:
     """Arguments for every layer of one forward. Not a tuple: torch.compile would trace its elements and recompile at every
     step."""
 
-    __slots__ = ("backend", "batch", "kv")
+    __slots__ = ("backend", "batch", "kv", "kv_layers")
 
-    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV) -> None:
+    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, kv_layers: Mapping[int, int]) -> None:
+        """kv_layers: which layer of the KV pool each decoder layer with attention has."""
         self.backend = backend
         self.batch = batch
         self.kv = kv
+        self.kv_layers = kv_layers
 
 
 class AttentionProbe:
@@ -191,7 +194,7 @@ def paged_attention(
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
-    out = rollout.backend.attend(layer, q, k, v, rollout.batch, rollout.kv, scores)
+    out = rollout.backend.attend(rollout.kv_layers[layer], q, k, v, rollout.batch, rollout.kv, scores)
     return out[None], None
 
 

@@ -268,3 +268,11 @@ INLINE vf log_(vf d) {
     r = choose(is_nan(d), all(NAN), r);
     return choose(equal(d, all(0)), all(-INFINITY), r);
 }
+
+INLINE vf sigmoid(vf x) { return all(1) / (all(1) + exp_(minus(x))); }
+INLINE vf silu(vf x) { return x / (all(1) + exp_(minus(x))); }
+/* log(1 + e^x); x itself above 20, as torch's */
+INLINE vf softplus(vf x) {
+    const vf e = exp_(x), u = all(1) + e; /* what 1 + e lost is added to the logarithm as its derivative */
+    return choose(less(all(20), x), x, log_(u) + (e - (u - all(1))) / u);
+}
