@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from rollout.engine.cpu.exact_modules import plain_products, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
-from rollout.engine.cpu.products import isas_for, plain_products, products_of, use_products
+from rollout.engine.cpu.products import isas_for, products_of
 from rollout.engine.forward.arithmetic import without_fp8
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention

@@ -10,8 +10,9 @@ import torch
 
 from rollout.engine.cpu import select_path
 from rollout.engine.cpu.decoder import NativeDecoder, NotNative, look_at_module
+from rollout.engine.cpu.exact_modules import ExactLinear
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.products import ExactLinear, products_of
+from rollout.engine.cpu.products import products_of
 from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.equivalence import ROOMY, assert_same, groups
