@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from rollout.engine.cpu.backward import product
 from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.functions import in_whole_vectors, plain_functions
+from rollout.engine.cpu.functions import in_whole_vectors, plain_calls, plain_functions
 from rollout.engine.cpu.isa import here, isa_of
 from rollout.engine.cpu.kernels import Kernels, choose
 from rollout.engine.forward.arithmetic import torch_arithmetic
@@ -177,6 +177,7 @@ class ExactLinear(nn.Linear):
     isa: str
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @plain_calls
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device."""
         if torch.is_autocast_enabled(input.device.type):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollout.engine.cpu.build import build, check_layout, load
+from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import best, isa_of
 from rollout.engine.cpu.kernels import Team
 from rollout.engine.cpu.openmp import symbols
@@ -102,6 +103,7 @@ class Recurrence:
             function.restype = c_int64
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
 
+    @plain_calls
     def convolve(
         self,
         x: torch.Tensor,
@@ -141,6 +143,7 @@ class Recurrence:
         )  # fmt: skip
         return self._run(self.library.rollout_convolve, work, rows, out)
 
+    @plain_calls
     def delta_rule(
         self,
         query: torch.Tensor,
@@ -190,6 +193,7 @@ class Recurrence:
         )  # fmt: skip
         return self._run(self.library.rollout_delta, work, rows, out)
 
+    @plain_calls
     def mamba2(
         self,
         hidden: torch.Tensor,
