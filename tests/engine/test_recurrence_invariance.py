@@ -1,0 +1,52 @@
+"""Hybrids run by their own modules: a token's bits depend neither on the step's other tokens nor on where its sequence is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.isa import best
+from rollout.engine.cpu.products import NotServed, use_products
+from rollout.engine.cpu.recurrence import recurrence_of
+from tests.support.recurrent import TYPES, logits, tiny_recurrent
+
+IDS = torch.randint(3, 199, (40,), generator=torch.Generator().manual_seed(1))
+CROWD = torch.randint(3, 199, (93,), generator=torch.Generator().manual_seed(2))
+WAYS = (([1] * 40, 0), ([40], 93), ([7, 13, 20], 2), ([1] * 40, 17))
+"""tokens of each step, tokens beside them"""
+
+
+def served(name: str, dtype: torch.dtype, whole: bool = True) -> nn.Module:
+    model, convolutions = tiny_recurrent(name, dtype, recurrence_of())
+    with callers(model) as called:
+        logits(model, IDS, [40], CROWD[:0])
+    use_products(model, best(), convolutions)
+    if whole:
+        use_whole_vectors(called.found.values())
+    return model
+
+
+def differ(model: nn.Module) -> list[tuple[int, int]]:
+    """Return the ways that give other bits than one step without other tokens."""
+    want = logits(model, IDS, [40], CROWD[:0])
+    assert want.isfinite().all() and want.std() > 0.1
+    return [(len(cuts), n) for cuts, n in WAYS if not torch.equal(logits(model, IDS, cuts, CROWD[:n]), want)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_token_is_the_same_in_any_step(name: str, dtype: torch.dtype) -> None:
+    assert not differ(served(name, dtype))
+
+
+def test_it_is_not_without_whole_vectors() -> None:
+    assert differ(served("qwen3_5_text", torch.float32, whole=False))
+
+
+def test_convolutions_are_refused_unless_something_computes_them() -> None:
+    model, convolutions = tiny_recurrent("lfm2", torch.float32, recurrence_of())
+    with pytest.raises(NotServed, match="Conv1d"):
+        use_products(model, best(), convolutions[1:])
+    use_products(model, best(), convolutions)
