@@ -1,4 +1,4 @@
-"""Hybrids run by their own modules: a token's bits depend neither on the step's other tokens nor on where its sequence is cut."""
+"""Hybrids run by their own modules: a token has the same bits in any step, wherever its sequence is cut."""
 
 from __future__ import annotations
 
