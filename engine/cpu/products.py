@@ -13,7 +13,6 @@ torch's bf16 if it is slow), and the sum of grad."""
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -236,20 +235,17 @@ class _Silu(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors), None
 
 
-def use_products(module: nn.Module, isa: str, computed: Container[nn.Module] = ()) -> None:
+def use_products(module: nn.Module, isa: str) -> None:
     """Make every nn.Linear and SiLU of `module` compute with `products_of(isa)`, in place.
 
-    Args:
-        computed: modules whose matrices are multiplied by other kernels of ours (`rollout.engine.cpu.recurrence`).
-
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
-    matrices that belong neither to a Linear nor to an embedding (experts, Conv1D); NativeUnavailable. The module is unchanged
+    matrices that belong neither to a Linear nor to an embedding (experts); NativeUnavailable. The module is unchanged
     then."""
     products_of(isa)
     linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
     for name, each in module.named_modules():
         for parameter, tensor in each.named_parameters(recurse=False):
-            if tensor.squeeze().ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and each not in computed:
+            if tensor.squeeze().ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and not is_depthwise(each):
                 raise NotServed(
                     f"{name}.{parameter} is a matrix of a {type(each).__name__}, not of an nn.Linear: its product would stay "
                     "torch's own"
@@ -263,6 +259,11 @@ def use_products(module: nn.Module, isa: str, computed: Container[nn.Module] = (
             activation.__class__ = ExactSiLU
         elif type(activation) is ExactSiLU:
             activation.isa = isa
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of each channel by itself, which is no matrix product."""
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
 
 
 def plain_products(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import best, isa_of
 from rollout.engine.cpu.kernels import Team
 from rollout.engine.cpu.openmp import symbols
+from rollout.engine.kv.states import StateRows
 
 DTYPES = (torch.bfloat16, torch.float32)
 MOST_TAPS, MOST = 8, 512
@@ -33,18 +34,6 @@ ROW_ERRORS = {
     2: "reads has a slot outside the pool (-1: the state is zero)",
     3: "writes has a slot outside the pool (-1: the state is not kept)",
 }
-
-
-class StateRows(NamedTuple):
-    """Rows of a step, and where their states are. Several rows may read one slot; a slot that a row writes is read by no other
-    row of the step."""
-
-    query_starts: np.ndarray
-    """[R + 1] int32: row r has tokens query_starts[r] … query_starts[r + 1] - 1; padding may follow the last one"""
-    reads: np.ndarray
-    """[R] int32 slot of the state before the row; -1: zeros"""
-    writes: np.ndarray
-    """[R] int32 slot for the state after the row's last token; -1: not kept"""
 
 
 class _Rows(ctypes.Structure):
@@ -87,7 +76,7 @@ class _Mamba(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Recurrence:
+class RecurrenceKernels:
     """The kernels of an instruction set of `ISAS` or `EMULATED`. threads: None = torch's number at each call.
 
     Raises NativeUnavailable if the CPU lacks the instructions or there is neither a library nor a compiler, ValueError for an
@@ -255,23 +244,23 @@ class Recurrence:
 
 
 @cache
-def recurrence_of(isa: str | None = None) -> Recurrence:
+def recurrence_of(isa: str | None = None) -> RecurrenceKernels:
     """Return the kernels of an instruction set; None: the best one of this CPU. Raises NativeUnavailable."""
-    return Recurrence(isa or best())
+    return RecurrenceKernels(isa or best())
 
 
 def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call `Recurrence.convolve` of the best instruction set."""
+    """Call `RecurrenceKernels.convolve` of the best instruction set."""
     return recurrence_of().convolve(*args, **kwargs)
 
 
 def delta_rule(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call `Recurrence.delta_rule` of the best instruction set."""
+    """Call `RecurrenceKernels.delta_rule` of the best instruction set."""
     return recurrence_of().delta_rule(*args, **kwargs)
 
 
 def mamba2(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call `Recurrence.mamba2` of the best instruction set."""
+    """Call `RecurrenceKernels.mamba2` of the best instruction set."""
     return recurrence_of().mamba2(*args, **kwargs)
 
 

@@ -8,8 +8,9 @@ transformers calls it with q, k, v of each layer and passes keyword arguments of
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -39,6 +40,16 @@ class StepCapacity:
     head_dim: int
     itemsize: int
     """bytes of a number of K and V"""
+    other_value_dim: int | None = None
+    """width of V; None: the same as of K"""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.other_value_dim is None else self.other_value_dim
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
 
     @property
     def group(self) -> int:
@@ -56,7 +67,31 @@ class StepCapacity:
             kv_heads=model.geometry.kv_heads,
             head_dim=model.geometry.head_dim,
             itemsize=model.geometry.dtype.itemsize,
+            other_value_dim=model.geometry.other_value_dim,
         )
+
+
+class Scores(NamedTuple):
+    """What a layer does with the products of its queries and keys, before and in the softmax."""
+
+    scaling: float
+    window: int = 0
+    """a query attends to its own and the window - 1 previous positions; 0 = to all"""
+    softcap: float = 0.0
+    """scores become softcap · tanh(score / softcap) before the mask; 0 = they stay"""
+    sinks: torch.Tensor | None = None
+    """[q_heads] on the device: one more score per query head, which takes its share of the weights and has no value"""
+
+
+def plain_scores(asked: dict[int, dict[str, Any]]) -> list[Scores] | None:
+    """Return the scores of each layer for a decoder that computes no soft caps and no sinks; None if a layer has one.
+
+    Args:
+        asked: attention arguments of each layer (`AttentionProbe.layers`).
+    """
+    if any(each.get("softcap") or each.get("sinks") for each in asked.values()):
+        return None
+    return [Scores(asked[i]["scaling"], asked[i]["window"]) for i in sorted(asked)]
 
 
 class Backend(Protocol):
@@ -79,8 +114,7 @@ class Backend(Protocol):
         value: torch.Tensor,
         batch: Batch,
         kv: PagedKV,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         """Write the step's K and V into `kv`, then attend.
 
@@ -88,7 +122,6 @@ class Backend(Protocol):
             query: [P, q_heads, head_dim], P = padded tokens, any strides.
             key: [P, kv_heads, head_dim].
             value: [P, kv_heads, value_dim].
-            window: 0 = unlimited.
 
         Returns:
             [P, q_heads, value_dim], zero for padding.
@@ -99,12 +132,14 @@ class AttentionCall:
     """Arguments for every layer of one forward. Not a tuple: torch.compile would trace its elements and recompile at every
     step."""
 
-    __slots__ = ("backend", "batch", "kv")
+    __slots__ = ("backend", "batch", "kv", "kv_layers")
 
-    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV) -> None:
+    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, kv_layers: Mapping[int, int]) -> None:
+        """kv_layers: which layer of the KV pool each decoder layer with attention has."""
         self.backend = backend
         self.batch = batch
         self.kv = kv
+        self.kv_layers = kv_layers
 
 
 class AttentionProbe:
@@ -125,11 +160,13 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     rollout: AttentionCall | AttentionProbe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, q_heads, P, head_dim], key [1, kv_heads, P, head_dim], value [1, kv_heads, P,
-    value_dim] → [1, P, q_heads, value_dim]."""
+    value_dim], s_aux [q_heads] the sinks → [1, P, q_heads, value_dim]."""
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -148,13 +185,16 @@ def paged_attention(
             "query_dim": query.shape[3],
             "window": sliding_window or 0,
             "scaling": scaling,
+            "softcap": softcap or 0.0,
+            "sinks": None if s_aux is None else tuple(s_aux.shape),
             "masked": attention_mask is not None,
             "causal": getattr(module, "is_causal", True),
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
         }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = rollout.backend.attend(layer, q, k, v, rollout.batch, rollout.kv, scaling, sliding_window or 0)
+    scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    out = rollout.backend.attend(rollout.kv_layers[layer], q, k, v, rollout.batch, rollout.kv, scores)
     return out[None], None
 
 

@@ -19,6 +19,7 @@ import torch
 
 from rollout.engine.cuda.graphs import cuda_capture
 from rollout.engine.engine import Engine
+from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
 from rollout.engine.memory import free_memory
@@ -97,9 +98,11 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     query, key = random(engine.model.q_heads, geometry.head_dim), random(geometry.kv_heads, geometry.head_dim)
     value = random(geometry.kv_heads, geometry.value_dim)
 
+    scores = Scores(geometry.head_dim**-0.5)
+
     def layers(batch: Batch) -> torch.Tensor:
         for layer in range(geometry.layers):
-            out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, geometry.head_dim**-0.5, 0)
+            out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, scores)
         return out
 
     if engine.worker.graphs is None:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollout.bench.harness import BenchSetup, Row
-from rollout.bench.inputs import PromptText
+from rollout.bench.inputs import PromptSource
 from rollout.bench.target import connected
 from rollout.client.lora import digest_of_tensors
 from rollout.config import Config
+from rollout.engine.forward.random_weights import load_module
 from rollout.engine.types import Refreshed
 from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
@@ -33,7 +33,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     engine = setup.config()
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    model = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=getattr(torch, engine.dtype))
+    model = load_module(setup.folder, dtype=getattr(torch, engine.dtype))
     use_exact(model, None, engine.block_size, engine.threads)  # on some CPUs plain torch takes minutes per step in bf16
     masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
     adam = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0)
@@ -64,7 +64,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     }
 
 
-def train(model: Any, masters: list[torch.Tensor], adam: Any, text: PromptText, step: int, length: int) -> None:
+def train(model: Any, masters: list[torch.Tensor], adam: Any, text: PromptSource, step: int, length: int) -> None:
     """Take one AdamW step on the next tokens of the text."""
     rows = torch.stack([torch.from_numpy(row).long() for row in text.slices(step * ROWS * length, ROWS, length)])
     model(input_ids=rows, labels=rows).loss.backward()

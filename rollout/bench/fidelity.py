@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollout.bench.harness import BenchSetup, Row
 from rollout.config import Config
 from rollout.engine.forward.arithmetic import without_fp8
+from rollout.engine.forward.random_weights import load_module
 from rollout.engine.types import Sample, Sampling
 from rollout.exact import sample_logprobs, use_exact
 
@@ -41,7 +41,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     service = np.concatenate([sample.logprobs for sample in samples]).astype(np.float64)
 
     def load(dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_pretrained(setup.folder, dtype=dtype, attn_implementation="sdpa").eval()
+        return load_module(setup.folder, dtype=dtype, attn_implementation="sdpa").eval()
 
     model = load(getattr(torch, engine.dtype))
     plain, together = score(model, rows), score(model, rows, BATCH)

@@ -18,11 +18,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from safetensors import safe_open
 
 from rollout.bench.harness import BoundBroken, Row
@@ -31,6 +33,7 @@ from rollout.bench.workloads import Workload
 from rollout.config import InputError
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.kernels import Kernels, choose
+from rollout.engine.forward.shapes import is_random
 
 LOOKS = 5
 """measurements of the peak and of each rate, each time"""
@@ -78,19 +81,27 @@ def matrices_of(folder: Path) -> tuple[dict[tuple[int, int], int], tuple[int, in
     shapes: Counter[tuple[int, int]] = Counter()
     head: tuple[int, int] | None = None
     embedding = (0, 0)
+    for name, shape in tensors_of(folder):
+        if len(shape) != 2 or ".experts." in name:
+            continue
+        if "lm_head" in name:
+            head = shape
+        elif any(part in name for part in EMBEDDINGS):
+            embedding = max(embedding, shape)
+        else:
+            shapes[shape] += 1
+    return dict(shapes), head or embedding
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of a model's tensors: of its files, or without files of its configuration."""
+    if is_random(folder):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+        yield from ((name, tuple(tensor.shape)) for name, tensor in model.named_parameters())
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                shape = tuple(tensors.get_slice(name).get_shape())
-                if len(shape) != 2 or ".experts." in name:
-                    continue
-                if "lm_head" in name:
-                    head = shape
-                elif any(part in name for part in EMBEDDINGS):
-                    embedding = max(embedding, shape)
-                else:
-                    shapes[shape] += 1
-    return dict(shapes), head or embedding
+            yield from ((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())
 
 
 class Looks:

@@ -22,11 +22,12 @@ import tyro
 
 from rollout.bench.against import parse
 from rollout.bench.by_hand import release
-from rollout.bench.gpu_bench import MODELS, Args, Bench, Rows, kept
+from rollout.bench.gpu_bench import Args, Bench, Rows, kept
 from rollout.bench.gpu_runs import ipc, machine, naps, offload, refresh, workloads
 from rollout.bench.gpu_steps import decode, exact, prefill, sharing, weights
 from rollout.bench.report import figures
 from rollout.config import InputError
+from rollout.engine.forward.shapes import SHAPES
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
     part.__name__: part for part in (machine, decode, prefill, exact, sharing, offload, weights, refresh, ipc, naps, workloads)
@@ -54,7 +55,7 @@ def check(args: Args, known: dict[str, Any]) -> list[str]:
     cuda = torch.device(args.device).type == "cuda"
     rules: tuple[tuple[object, str], ...] = (
         (parse(args.against)[1], f"--against {args.against}: this benchmark compares with engines, not with checkouts"),
-        (args.model not in MODELS, f"--model {args.model!r}: must be one of {', '.join(MODELS)}"),
+        (args.model not in SHAPES, f"--model {args.model!r}: must be one of {', '.join(SHAPES)}"),
         (unknown, f"--parts: no part {next(iter(unknown), None)!r}; there are: {', '.join(known)}"),
         (
             cuda and not torch.cuda.is_available(),

@@ -6,12 +6,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-import transformers
 
 from rollout.bench.by_hand import median_ms, release
 from rollout.bench.inputs import RandomText, lognormal
@@ -20,29 +20,14 @@ from rollout.bench.workloads import Workload, find
 from rollout.engine.config import AdvancedConfig, EngineConfig, KVName
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
+from rollout.engine.forward.random_weights import draw
+from rollout.engine.forward.shapes import configuration, write_configuration
 
 Rows = Iterator[dict[str, Any]]
 FUSED = AdvancedConfig(fused_layers=True)
 
 SETTLE = 8
 """first decode steps, which do not count"""
-
-COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        **COMMON, "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 12_288,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-0.6b": {
-        **COMMON, "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 96, "vocab_size": 199, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-"""shapes of Qwen3-8B and Qwen3-0.6B, and a tiny one to try the benchmark on a CPU"""
 
 
 class GpuBenchSizes(NamedTuple):
@@ -86,7 +71,7 @@ class Args(msgspec.Struct, kw_only=True):
     """Measure decode, prefill, prefix sharing, KV and weight offload, refreshes and workloads of one model."""
 
     model: str = "qwen3-0.6b"
-    """qwen3-8b, qwen3-0.6b or tiny; the weights are random"""
+    """shape of `rollout.engine.forward.shapes`, without the prefix; the weights are random"""
     device: str = "cuda"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     kv_dtype: KVName = "auto"
@@ -115,7 +100,7 @@ class Bench:
         self.attention = args.attention or ("auto" if self.device.type == "cpu" else "triton")
         self.sizes = QUICK if args.quick else GpuBenchSizes()
         self.against = args.against
-        self.config = transformers.AutoConfig.for_model("qwen3", **MODELS[args.model])
+        self.config = configuration(args.model)
         self.text = RandomText(self.config.vocab_size)
         self.rates = rates(self.device, self.sizes.probe_bytes, getattr(torch, args.dtype))
         release(self.device)
@@ -130,10 +115,7 @@ class Bench:
     def module(self) -> Any:
         """Return the model with random weights; created on the device on first use."""
         if self._module is None:
-            torch.manual_seed(0)
-            with self.device:
-                made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=getattr(torch, self.dtype))
-            self._module = made.eval()
+            self._module = draw(self.config, getattr(torch, self.dtype)).to(self.device)
         return self._module
 
     def forget_module(self) -> None:
@@ -176,7 +158,7 @@ class Bench:
     def folder(self) -> tempfile.TemporaryDirectory[str]:
         """Write the model's configuration, without weights, to a temporary folder for another process."""
         folder = tempfile.TemporaryDirectory(prefix="rollout-bench-")
-        self.config.save_pretrained(folder.name)
+        write_configuration(self.config, Path(folder.name))
         return folder
 
 

@@ -17,7 +17,7 @@ import transformers
 
 from rollout.bench.against import parse, peer
 from rollout.bench.by_hand import free_on, median_ms, release, synchronize
-from rollout.bench.gpu_bench import FUSED, MODELS, SETTLE, Bench, Rows, kept
+from rollout.bench.gpu_bench import FUSED, SETTLE, Bench, Rows, kept
 from rollout.bench.harness import BenchFailed, Row
 from rollout.bench.inputs import RandomText, lognormal
 from rollout.bench.runner import one_run, peer_run, peer_setup
@@ -26,6 +26,8 @@ from rollout.bench.workloads import Workload
 from rollout.client.api import RolloutClient
 from rollout.config import ServiceConfig
 from rollout.engine.engine import Engine
+from rollout.engine.forward.random_weights import draw
+from rollout.engine.forward.shapes import configuration
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import Copied
 from rollout.engine.types import Group, Refreshed, Sampling
@@ -85,7 +87,7 @@ def other_engine(bench: Bench, kinds: list[Workload], name: str, python: str) ->
     BenchFailed for wrong samples, OSError."""
     settings = bench.settings(kv_tokens=kinds[0].kv_tokens(32))
     with bench.folder() as folder:
-        setup = peer_setup(kinds[0], msgspec.structs.replace(settings, model=folder), random_weights=True)
+        setup = peer_setup(kinds[0], msgspec.structs.replace(settings, model=folder))
         with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
             for workload in kinds:
                 limit = min(PEER_RUN_S, max(1.0, bench.seconds_left))
@@ -119,6 +121,7 @@ def offload(bench: Bench) -> Rows:
 def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Rows:
     needed = bench.kv_bytes(workload.needed_kv_tokens(32))
     tight: dict[str, Any] = {
+        "drafts": 0,  # which depend on the tokens, and the schedule on them
         "kv_tokens": workload.kv_tokens(32),
         "max_num_seqs": workload.prompts * workload.n,
         "cpu_offload_gib": needed / 2**30,
@@ -269,10 +272,11 @@ def refresh_row(what: str, refreshed: Refreshed, via: Via) -> Row:
 def trainer(endpoint: str, name: str, dtype: str, device: str, refreshes: str, rows: str) -> None:
     """Run the trainer of `ipc`, which needs a process of its own: CUDA cannot open memory in the process that exported it.
     Prints a JSON object per refresh: some while sequences run, of which the first warms up, and one after a sleep."""
-    config = transformers.AutoConfig.for_model("qwen3", **MODELS[name])
-    with torch.device(device):
-        torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    config = configuration(name)
+    model = draw(config, getattr(torch, dtype)).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.neg_()  # other weights than the service's
     via: Via = "shm" if torch.device(device).type == "cpu" else "cuda_ipc"
     each = Sampling(n=max(1, int(rows) // GROUPS), max_tokens=256, ignore_eos=True)
     text, lengths = RandomText(config.vocab_size), lognormal(GROUPS, LONGEST // 4, LONGEST).tolist()

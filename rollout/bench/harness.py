@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollout import models
-from rollout.bench.inputs import PromptText
+from rollout.bench.inputs import PromptSource, PromptText, RandomText
 from rollout.bench.target import OpenTarget, open_engine, open_service
 from rollout.engine.config import EngineConfig, IsaName, KVName
+from rollout.engine.forward.shapes import is_random
 
 Row = dict[str, Any]
 """an object of the JSON output; `summary` is true in the last one of a measurement"""
@@ -80,7 +82,11 @@ class BenchSetup:
         return models.resolve(self.options.model)
 
     @cached_property
-    def text(self) -> PromptText:
+    def text(self) -> PromptSource:
+        """Return a text for prompts; of a shape, which has no tokenizer, random ids."""
+        if is_random(self.folder):
+            config = json.loads((self.folder / "config.json").read_text())
+            return RandomText(config["vocab_size"])
         return PromptText(models.load_tokenizer(self.folder))
 
     @property

@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rollout.engine.forward.shapes import is_random
+
 
 def lognormal(rows: int, median: int, longest: int, seed: int = 0) -> np.ndarray:
     """Draw lognormal lengths with sigma 1, at least 1 and at most `longest`: [rows] int32."""
@@ -21,7 +23,7 @@ def lognormal(rows: int, median: int, longest: int, seed: int = 0) -> np.ndarray
 
 class PromptSource(Protocol):
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
-        """Return `count` prompts of [length] int32 ids. They depend on `start`."""
+        """Return `count` prompts of [length] int32 ids. They depend on `start`, which may be negative."""
         ...
 
 
@@ -41,18 +43,24 @@ class PromptText:
 
 
 class RandomText:
-    """Random ids, for a model without a tokenizer."""
+    """Random ids, for a model without a tokenizer. Each start has its own."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def slices(self, start: int, count: int, length: int) -> list[np.ndarray]:
-        return list(np.random.default_rng(start).integers(3, self._vocabulary, (count, length), np.int32))
+        return list(np.random.default_rng(start % 2**63).integers(3, self._vocabulary, (count, length), np.int32))
 
 
 def stored_weights(folder: Path) -> dict[str, Any]:
-    """Load the tensors of a model's safetensors files, by name."""
+    """Load the tensors of a model's safetensors files, by name; in bfloat16 those of a folder without files."""
+    import torch
     from safetensors.torch import load_file
+
+    if is_random(folder):
+        from rollout.engine.forward.random_weights import load_module
+
+        return dict(load_module(folder, dtype=torch.bfloat16).named_parameters())
 
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
@@ -95,11 +103,11 @@ def of_vocabulary(folder: Path, size: int) -> Iterator[Path]:
 
 
 def _write_random(folder: Path, target: Path, **changed: int | None) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from rollout.engine.forward.shapes import write_configuration
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     for name, value in changed.items():
         setattr(config.get_text_config(), name, value)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(target)
+    write_configuration(config, target)

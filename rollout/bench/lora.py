@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollout.bench.fidelity import score
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.target import connected
 from rollout.client.lora import base_tensors, digest_of_tensors
 from rollout.config import Config, InputError
+from rollout.engine.forward.random_weights import load_module
 from rollout.engine.types import Sampling
 from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
@@ -32,7 +32,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield the summary. max_abs_delta: of log-probs, over all tokens. bytes_fraction: bytes sent, over the bytes of the model.
     Raises InputError without PEFT."""
     if find_spec("peft") is None:
-        raise InputError("lora needs PEFT: pip install 'rl-rollout[lora]'")
+        raise InputError("peft is not installed: pip install 'rl-rollout[lora]'")
     engine = setup.config()
     prompts = setup.text.slices(0, PROMPTS, setup.scaled(PROMPT_TOKENS, 32))
     model = adapted(setup.folder, getattr(torch, engine.dtype))
@@ -69,7 +69,7 @@ def adapted(folder: Path, dtype: torch.dtype) -> Any:
 
     torch.manual_seed(0)
     hide_progress_bars()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = load_module(folder, dtype=dtype)
     settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     made = get_peft_model(model, settings)
     with torch.no_grad():

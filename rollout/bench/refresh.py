@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rollout.bench.harness import BenchSetup, Row
-from rollout.bench.inputs import PromptText, stored_weights
+from rollout.bench.inputs import PromptSource, stored_weights
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
@@ -52,7 +52,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 class RunningGroups:
     """Keeps PROMPTS × N samples running."""
 
-    def __init__(self, client: RolloutClient, text: PromptText) -> None:
+    def __init__(self, client: RolloutClient, text: PromptSource) -> None:
         self._client = client
         self._prompts = text.slices(0, PROMPTS, PROMPT_TOKENS)
         self._tokens = min(client.info.context - PROMPT_TOKENS, 2048)

@@ -15,11 +15,12 @@ import numpy as np
 
 from rollout.bench.against import Peer, peer
 from rollout.bench.harness import BenchFailed, Row
-from rollout.bench.inputs import PromptSource, PromptText
+from rollout.bench.inputs import PromptSource
 from rollout.bench.target import OpenTarget, Target
 from rollout.bench.workloads import Workload
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
+from rollout.engine.forward.shapes import is_random
 from rollout.engine.types import Sample, Sampling
 
 COUNTERS = (
@@ -31,7 +32,7 @@ COUNTERS = (
 
 def measure(
     workload: Workload,
-    text: PromptText,
+    text: PromptSource,
     engine: EngineConfig,
     open_target: OpenTarget,
     repeat: int,
@@ -100,11 +101,11 @@ def variants(
     return configs
 
 
-def peer_setup(workload: Workload, engine: EngineConfig, random_weights: bool = False) -> dict[str, Any]:
-    """Return the setup of a peer: the same model, precision, device and memory. random_weights: its folder has no weights."""
+def peer_setup(workload: Workload, engine: EngineConfig) -> dict[str, Any]:
+    """Return the setup of a peer: the same model, precision, device and memory."""
     return {
         "model": engine.model,
-        "random_weights": random_weights,
+        "random_weights": is_random(engine.model),
         "dtype": engine.dtype,
         "device": engine.device,
         "threads": engine.threads or len(os.sched_getaffinity(0)),
@@ -159,10 +160,10 @@ def ratios(runs: dict[str, list[Row]]) -> dict[str, float]:
     return figures
 
 
-def warm_up(target: Target, text: PromptText, length: int) -> None:
-    """Run a small group, so that no run includes first allocations and compilations. Its prompt is the end of the text, where
-    no run begins."""
-    prompts = text.slices(len(text.ids) - length, 1, length)
+def warm_up(target: Target, text: PromptSource, length: int) -> None:
+    """Run a small group, so that no run includes first allocations and compilations. Its prompt comes before that
+    of the first run."""
+    prompts = text.slices(-length, 1, length)
     for _ in target.generate(prompts, Sampling(n=2, max_tokens=8, ignore_eos=True)):
         pass
 

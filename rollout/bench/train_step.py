@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.engine.cpu.backward import fast_in_bf16
 from rollout.engine.cpu.isa import best, here
 from rollout.engine.cpu.products import plain_products, use_products
+from rollout.engine.forward.random_weights import load_module
 from rollout.exact import token_logprobs, use_exact_attention
 from rollout.models import hide_progress_bars
 
@@ -101,8 +101,8 @@ class TrainedModels:
     def __init__(self, step: TrainingStep) -> None:
         self.step = step
         self.ids = torch.tensor(step.ids)
-        narrow = AutoModelForCausalLM.from_pretrained(step.folder, dtype=torch.bfloat16).eval()
-        wide = AutoModelForCausalLM.from_pretrained(step.folder, dtype=torch.bfloat16).eval().float()
+        narrow = load_module(step.folder, dtype=torch.bfloat16).eval()
+        wide = load_module(step.folder, dtype=torch.bfloat16).eval().float()
         self.of = {"bf16": narrow, "fp32": wide, "exact": narrow if step.dtype == "bfloat16" else wide}
 
     def run(self, variant: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
-from rollout.bench.inputs import PromptText, stored_weights
+from rollout.bench.inputs import PromptSource, stored_weights
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
@@ -37,7 +37,7 @@ class TurnSizes(NamedTuple):
     prompt: int
     tool: int
     new: int
-    text: PromptText
+    text: PromptSource
 
     def prompts(self) -> list[np.ndarray]:
         return self.text.slices(0, CONVERSATIONS, self.prompt)

@@ -21,7 +21,7 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """Serve a model until Ctrl-C or SIGTERM. Flags override the TOML file, and the file overrides the defaults."""
 
     positional: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = ""
-    """smollm2, a folder, or a Hugging Face Hub id"""
+    """smollm2, a folder, a Hugging Face Hub id, or shape:NAME"""
     settings: Settings = Config()
     config: str | None = None
     """TOML file with tables [engine], [service], [limits], [tracking], [fleet]"""
@@ -211,7 +211,7 @@ class DemoArgs(msgspec.Struct, kw_only=True):
     """Start a small real model and print its answers to a trainer's groups."""
 
     model: str = "smollm2"
-    """smollm2, a folder, or a Hugging Face Hub id"""
+    """smollm2, a folder, a Hugging Face Hub id, or shape:NAME"""
     n: int = 8
     """samples per prompt"""
     max_tokens: int = 48
@@ -257,7 +257,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     names: tyro.conf.Positional[tuple[str, ...]]
     """workloads; an unknown name prints the list"""
     model: str = "smollm2"
-    """smollm2, a folder, or a Hugging Face Hub id"""
+    """smollm2, a folder, a Hugging Face Hub id, or shape:NAME"""
     in_process: bool = False
     """run the engine in this process, without sockets"""
     scale: float = 1.0
@@ -384,7 +384,10 @@ def unknown_words(command: str, unknown: list[str], flags: list[str]) -> str:
     """Describe what is wrong with the first of the unknown words."""
     word = unknown[0].partition("=")[0]
     if word.startswith("-"):
-        return f"unknown flag {word}{nearest(word, flags)} (all flags: rollout {command} --help)"
+        address = "; did you mean --address?" if word in ("--host", "--port") and "--address" in flags else ""
+        return f"unknown flag {word}{address or nearest(word, flags)} (all flags: rollout {command} --help)"
+    if "--address" in flags:
+        return f"unexpected argument {word!r} (the service is given as --address ADDRESS; usage: rollout {command} --help)"
     return f"unexpected argument {word!r} (usage: rollout {command} --help)"
 
 

@@ -75,7 +75,12 @@ def show(console: Console, tokenizer: Any, samples: list[Sample]) -> None:
         text = tokenizer.decode(best.token_ids.tolist(), skip_special_tokens=True).strip()
         console.print(f"\n[bold]{escape(question)}[/bold]")
         console.print(escape(text))
-        console.print(f"[dim]sample {best.index}, {best.finish_reason}, mean log-prob {best.logprobs.mean():.2f}[/dim]")
+        console.print(f"[dim]{about(best, len(group))}[/dim]")
+
+
+def about(best: Sample, n: int) -> str:
+    """Describe the answer that is shown."""
+    return f"the likeliest of {n}: sample {best.index}, {best.finish_reason}, mean log-prob {best.logprobs.mean():.2f}"
 
 
 def summary(console: Console, status: dict[str, Any], samples: list[Sample], seconds: float) -> None:
@@ -89,3 +94,4 @@ def summary(console: Console, status: dict[str, Any], samples: list[Sample], sec
         f"each prompt was prefilled once and forked: {status['prefill_tokens']} tokens prefilled, "
         f"{status['fork_saved_tokens']} prefill tokens saved, {status['fork_shared_blocks']} KV blocks shared"
     )
+    console.print("next: rollout serve smollm2, then the examples of README.md")

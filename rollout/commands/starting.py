@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.commands import lines
-from rollout.commands.interrupt import STATUS
+from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.progress import Phases, nothing
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
+from rollout.engine.forward.shapes import is_random
 from rollout.engine.types import Mode
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
@@ -92,9 +93,13 @@ def load(config: Config, progress: Phases) -> Engine:
         engine = Engine(msgspec.structs.replace(config.engine, model=str(folder)), limits=config.limits, report=progress.begin)
     except (models.ModelNotFound, BrokenModel, UnsupportedModel) as error:
         raise CannotServe(str(error)) from error
-    size, loaded = lines.bytes_of(lines.weights_bytes(folder)), progress.took("loading")
-    where = "" if folder == Path(name).absolute() else f" from {folder}"
-    progress.say(f"{name}: {size}{where} as {config.engine.dtype}, loaded in {loaded:.1f} s")
+    loaded = progress.took("loading")
+    if is_random(folder):
+        progress.say(f"{name}: random weights as {config.engine.dtype}, drawn in {loaded:.1f} s; prompts are token ids")
+    else:
+        where = "" if folder == Path(name).absolute() else f" from {folder}"
+        size = lines.bytes_of(lines.weights_bytes(folder))
+        progress.say(f"{name}: {size}{where} as {config.engine.dtype}, loaded in {loaded:.1f} s")
     threads = torch.get_num_threads() if config.engine.device == "cpu" else None
     for line in lines.engine_lines(engine.status(), threads):
         progress.say(line)
@@ -155,7 +160,7 @@ class Stopper:
             self._write(f"rollout serve: {self.stopping()}")
         self.asked = True
         if number == signal.SIGINT:
-            self.status = STATUS
+            self.status = INTERRUPTED
         if self.service_stop is None:
             raise SystemExit(self.status)  # lost if Python runs a finalizer just then
         self.service_stop()

@@ -14,6 +14,7 @@ import torch
 from rollout.engine.cuda import exact
 from rollout.engine.cuda.exact import make_exact, make_plain
 from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
+from rollout.engine.forward.attention import Scores
 
 ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
 """of a service on CUDA with `exact = true`"""
@@ -38,18 +39,18 @@ class DeviceAttention:
         value: torch.Tensor,
         batch: Any,
         kv: Any,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         wanted = StepCapacity(
             tokens=max(len(query), 16), rows=max(len(batch.block_table), 16), columns=batch.block_table.shape[1],
             q_heads=query.shape[1], kv_heads=key.shape[1], head_dim=key.shape[2], itemsize=query.element_size(),
+            other_value_dim=None if value.shape[2] == key.shape[2] else value.shape[2],
         )  # fmt: skip
         inner = self._fitting(wanted)
         if self._prepared is not batch:
             batch.attention = inner.prepare(batch, kv)
             self._prepared = batch
-        return inner.attend(layer, query, key, value, batch, kv, scaling, window)
+        return inner.attend(layer, query, key, value, batch, kv, scores)
 
     def _fitting(self, wanted: StepCapacity) -> TritonAttention:
         inner = self._inner
@@ -60,7 +61,7 @@ class DeviceAttention:
 
 
 def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
-    shapes = [(each.q_heads, each.kv_heads, each.head_dim, each.itemsize) for each in (wanted, has)]
+    shapes = [(each.q_heads, each.kv_heads, each.head_dim, each.value_dim, each.itemsize) for each in (wanted, has)]
     table = wanted.rows * wanted.columns <= has.rows * has.columns
     return shapes[0] == shapes[1] and wanted.tokens <= has.tokens and wanted.rows <= has.rows and table
 

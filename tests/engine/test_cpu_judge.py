@@ -92,6 +92,29 @@ def test_another_kind_of_layer_runs_in_the_module_with_our_products() -> None:
         assert_same({key: samples[key] for key in alone}, alone)
 
 
+@native
+@pytest.mark.parametrize("name", ["gemma2", "granite_swa", "deepseek_v2"])
+def test_soft_caps_sinks_and_values_of_another_width_alone_and_in_a_crowd(name: str) -> None:
+    samples = run(tiny_engine(name, "bfloat16", **ROOMY), groups())
+    engine = tiny_engine(name, "bfloat16", **ROOMY)
+    assert engine.worker.backend.name == "native" and engine.status()["arithmetic"] == products_of(BEST).arithmetic
+    for each in groups()[:3]:
+        alone = run(engine, [each])
+        assert_same({key: samples[key] for key in alone}, alone)
+
+
+@native
+@pytest.mark.parametrize(("name", "value"), [("sinks", (4,)), ("softcap", 50.0)])
+def test_scores_that_the_decoder_does_not_compute(name: str, value: object) -> None:
+    """A layer that asks for more than a window; its attention is no part of what is compared."""
+    served = Model(tiny("llama", hidden_size=128), "llama")
+    equip(served)
+    assert served.decoder is not None
+    served.asked[1][name] = value
+    computes = equip(served)
+    assert served.decoder is None and "sinks or soft caps" in computes.why
+
+
 def test_experts_are_told(caplog: pytest.LogCaptureFixture) -> None:
     engine = tiny_engine("mixtral", "bfloat16")
     assert "samples may depend on the batch" in caplog.text

@@ -19,7 +19,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from rollout.engine.cpu.isa import EMULATED, here
-from rollout.engine.cpu.recurrence import MOST, Recurrence, StateRows, convolve, recurrence_of
+from rollout.engine.cpu.recurrence import MOST, RecurrenceKernels, convolve, recurrence_of
+from rollout.engine.kv.states import StateRows
 
 HERE = [isa for isa in here() if isa not in EMULATED]
 Inputs = tuple[Tensor, ...]
@@ -34,7 +35,7 @@ class Case(NamedTuple):
     state: tuple[int, ...]
     dtype: torch.dtype
     """of the state"""
-    ours: Callable[[Recurrence, Inputs, Tensor, StateRows], Tensor]
+    ours: Callable[[RecurrenceKernels, Inputs, Tensor, StateRows], Tensor]
     theirs: Callable[[Inputs, Tensor | None], tuple[Tensor, Tensor | None]]
     """[T, …] outputs of one sequence, and its state"""
 
@@ -129,7 +130,7 @@ def mamba(seed: int, dtype: torch.dtype = FP32, heads: int | None = None) -> Cas
         )
         return out[0], last[0]
 
-    def ours(it: Recurrence, inputs: Inputs, states: Tensor, rows: StateRows) -> Tensor:
+    def ours(it: RecurrenceKernels, inputs: Inputs, states: Tensor, rows: StateRows) -> Tensor:
         hidden, dt, b, c = inputs
         return it.mamba2(hidden, dt, a, b, c, states, rows, **options)
 
@@ -154,7 +155,7 @@ def pool(case: Case, slots: int, seed: int = 0) -> Tensor:
     return flat[:, 3 : size - 4].unflatten(1, case.state)
 
 
-def alone(it: Recurrence, case: Case, inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def alone(it: RecurrenceKernels, case: Case, inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return outputs and state of one sequence in one row."""
     states = pool(case, 2, 9)
     if state is not None:
@@ -273,7 +274,7 @@ def test_bits_do_not_depend_on_threads_or_instruction_sets(kind: Kind) -> None:
     for isa in HERE:
         for threads in (1, 2, 5):
             states = pool(case, 5)
-            got = case.ours(Recurrence(isa, threads), sequence, states, rows), states
+            got = case.ours(RecurrenceKernels(isa, threads), sequence, states, rows), states
             want = want or got
             assert all(map(torch.equal, got, want)), (isa, threads)
 

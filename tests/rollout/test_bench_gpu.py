@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
-from rollout.bench import against, gpu, gpu_bench, gpu_runs, runner
+from rollout.bench import against, gpu, gpu_runs, runner
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, ForwardCost, GpuBenchSizes, beside_limit
 from rollout.bench.harness import PeerFailed
 from rollout.bench.inputs import RandomText
 from rollout.bench.workloads import Workload
+from rollout.engine.forward.shapes import configuration
 
 STAND_IN = """
 import time
@@ -184,12 +184,9 @@ def test_a_peer_that_takes_too_long(stand_in: None, bench: Bench) -> None:
         one.run(RandomText(50).slices(0, 1, 4), 1, 4, 99, limit_s=1)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.596)])
-def test_the_shapes(name: str, billions: float) -> None:
-    config = transformers.AutoConfig.for_model("qwen3", **gpu_bench.MODELS[name])
-    with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert sum(parameter.numel() for parameter in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-0.6b"])
+def test_the_shapes_are_long_enough(name: str) -> None:
+    config = configuration(name)
     longest = max(shape.context for shape in GpuBenchSizes().shapes)
     assert config.max_position_embeddings > max(longest, *(workload.tokens for workload in GpuBenchSizes().workloads))
 

@@ -7,8 +7,13 @@ from lines import serve
 
 def start(setup):
     torch.set_num_threads(setup["threads"])
-    dtype = getattr(torch, setup["dtype"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(setup["model"], dtype=dtype, attn_implementation="sdpa").eval()
+    options = {"dtype": getattr(torch, setup["dtype"]), "attn_implementation": "sdpa"}
+    if setup["random_weights"]:
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(setup["model"])
+        model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(setup["model"], **options).eval()
 
     def generate(prompts, n, new_tokens, seed):
         torch.manual_seed(seed)
