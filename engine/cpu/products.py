@@ -186,19 +186,27 @@ class ExactLinear(nn.Linear):
                 f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: must have "
                 "the weight's dtype, on the CPU"
             )
-        out: torch.Tensor = _Product.apply(input, self.weight, self.bias, products_of(self.isa))  # type: ignore[no-untyped-call]
+        products = products_of(self.isa)
+        if not torch.is_grad_enabled():
+            return _product(input, self.weight, self.bias, products)
+        out: torch.Tensor = _Product.apply(input, self.weight, self.bias, products)  # type: ignore[no-untyped-call]
         return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, isa={self.isa}"
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+    """Return […, inputs] · [outputs, inputs]ᵀ → […, outputs]."""
+    out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], len(weight))
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return out.view(*x.shape[:-1], len(weight))
+        return _product(x, weight, bias, products)
 
     @staticmethod
     @once_differentiable
