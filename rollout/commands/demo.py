@@ -80,7 +80,8 @@ def show(console: Console, tokenizer: Any, samples: list[Sample]) -> None:
 
 def about(best: Sample, n: int) -> str:
     """Describe the answer that is shown."""
-    return f"the likeliest of {n}: sample {best.index}, {best.finish_reason}, mean log-prob {best.logprobs.mean():.2f}"
+    mean = f"{best.logprobs.mean():.2f}"
+    return f"sample {best.index}, the one of {n} with the highest mean log-prob: {mean}, {best.finish_reason}"
 
 
 def summary(console: Console, status: dict[str, Any], samples: list[Sample], seconds: float) -> None:
@@ -94,4 +95,4 @@ def summary(console: Console, status: dict[str, Any], samples: list[Sample], sec
         f"each prompt was prefilled once and forked: {status['prefill_tokens']} tokens prefilled, "
         f"{status['fork_saved_tokens']} prefill tokens saved, {status['fork_shared_blocks']} KV blocks shared"
     )
-    console.print("next: rollout serve smollm2, then the examples of README.md")
+    console.print("next: the examples of README.md, on a service that you start")
