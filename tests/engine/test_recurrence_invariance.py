@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
 from rollout.engine.cpu.isa import best
-from rollout.engine.cpu.products import use_products
 from rollout.engine.cpu.recurrence import recurrence_of
 from rollout.engine.forward.model import Model
 from tests.support.recurrent import TYPES, logits, tiny_recurrent
