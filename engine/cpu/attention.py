@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout.engine.forward.batch import Batch
     from rollout.engine.kv.pages import PagedKV
 
-MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
+MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 512, 512, 64 * 256
 LANES = 16
 """block sizes and head dimensions that are multiples of this are packed in the pool"""
 PLAN_ERRORS = {
@@ -39,7 +39,8 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "q_heads", "bf16")),
+        *((name, ctypes.c_int64) for name in ("blocks", "block_bytes", "kv_heads", "block_size", "dim", "q_heads", "bf16")),
+        ("layer_at", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share", "pairs")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
         ("num_chunks", ctypes.c_int64),
@@ -50,16 +51,43 @@ class _Step(ctypes.Structure):
 
 
 class NativeStep:
-    """Index arrays of one step in the layout of the kernel, for all layers. Immutable."""
+    """Index arrays of one step in the layout of the kernel, for all layers of one shape. Immutable."""
 
-    def __init__(self, struct: _Step, keep: tuple[object, ...]) -> None:
+    def __init__(self, struct: _Step, at: np.ndarray, keep: tuple[object, ...]) -> None:
         self.pointer = ctypes.byref(struct)
         self.tokens: int = struct.tokens
         self.q_heads: int = struct.q_heads
         self.shape = (struct.kv_heads, struct.dim)
-        self.layers: int = struct.layers
+        self.at = at
+        """[layers] int64: bytes from the beginning of a block to the layer; -1: it has another shape"""
         self.dtype = torch.bfloat16 if struct.bf16 else torch.float32
         self._keep = keep
+
+
+class PoolLayout(NamedTuple):
+    """Where the layers of one shape lie in the blocks of a pool."""
+
+    kv_heads: int
+    block_size: int
+    dim: int
+    block_bytes: int
+    at: np.ndarray
+    """[layers] int64: bytes from the beginning of a block to the layer; -1: it has another shape"""
+
+    @staticmethod
+    def of_data(data: torch.Tensor) -> PoolLayout:
+        """Return the layout of a pool [blocks, layers, 2, kv_heads, block_size, head_dim]."""
+        _, layers, _, kv_heads, block_size, dim = data.shape
+        return PoolLayout(kv_heads, block_size, dim, data[:1].nbytes, np.arange(layers, dtype=np.int64) * data[:1, :1].nbytes)
+
+    @staticmethod
+    def of_layers(kv: PagedKV, shape: tuple[int, int, int]) -> PoolLayout:
+        """Return the layout of the layers of this (kv_heads, head_dim, value_dim) in a pool of several. Raises ValueError."""
+        if shape[1] != shape[2]:
+            raise ValueError(f"keys of {shape[1]} and values of {shape[2]} dimensions")
+        itemsize = kv.data.element_size()
+        at = [start * itemsize if each == shape else -1 for start, each in zip(kv.starts, kv.geometry.shapes, strict=False)]
+        return PoolLayout(shape[0], kv.block_size, shape[1], kv.starts[-1] * itemsize, np.array(at, np.int64))
 
 
 class LayerCalls(NamedTuple):
@@ -114,11 +142,13 @@ class NativeAttention:
         slots: np.ndarray | torch.Tensor,
         q_heads: int,
         shared: np.ndarray | None = None,
+        layout: PoolLayout | None = None,
     ) -> NativeStep:
         """Check and keep the arrays of one step. Raises ValueError naming the argument that does not fit.
 
         Args:
-            data: [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU.
+            data: [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU; with `layout`
+                [blocks, numbers], of which the step reads and writes some layers.
             query_starts: [R + 1].
             context_lens: [R], tokens visible to the last query of a row.
             block_table: [R, M].
@@ -126,8 +156,11 @@ class NativeAttention:
             shared: [G, 3] (first row, rows, leading blocks that they share), ordered by row; None = read nothing for several
                 rows at once. Beyond these blocks, further shared blocks are found in block_table, so prefixes nest.
         """
-        _check_pool(data, q_heads)
-        blocks, layers, _, kv_heads, block_size, dim = data.shape
+        if layout is None and (data.dim() != 6 or data.shape[2] != 2):
+            raise ValueError(f"KV pool: need [N, L, 2, H, B, D], got {tuple(data.shape)}")
+        layout = PoolLayout.of_data(data) if layout is None else layout
+        _check_pool(data, layout, q_heads)
+        kv_heads, block_size, dim, block_bytes, at = layout
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
         places = np.ascontiguousarray(slots, np.int64)
         groups = np.ascontiguousarray(np.empty((0, 3)) if shared is None else shared, np.int32)
@@ -141,16 +174,16 @@ class NativeAttention:
         chunks = np.empty((max(1, len(places)), 4), np.int32)
         threads = self.threads or torch.get_num_threads()
         struct = _Step(
-            data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
-            q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places), table_row=table.shape[1],
-            threads=threads, share=shared is not None, pairs=self.pairs,
+            data=data.data_ptr(), blocks=len(data), block_bytes=block_bytes, kv_heads=kv_heads, block_size=block_size, dim=dim,
+            q_heads=q_heads, bf16=data.dtype == torch.bfloat16, layer_at=at.ctypes.data, rows=len(lens), tokens=len(places),
+            table_row=table.shape[1], threads=threads, share=shared is not None, pairs=self.pairs,
             query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
             chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
         )  # fmt: skip
         error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
         if error:
             raise ValueError(PLAN_ERRORS[error])
-        return NativeStep(struct, (struct, data, starts, lens, table, places, chunks))
+        return NativeStep(struct, at, (struct, data, starts, lens, table, places, chunks))
 
     def run(
         self,
@@ -184,8 +217,10 @@ class NativeAttention:
             raise ValueError(
                 f"query {tuple(query.shape)} {query.dtype}: need [{tokens}, {step.q_heads}, {step.shape[1]}] {dtype}"
             )
-        if not 0 <= layer < step.layers or window < 0:
-            raise ValueError(f"layer={layer} of {step.layers}, window={window}: outside the pool or negative")
+        if not 0 <= layer < len(step.at) or step.at[layer] < 0 or window < 0:
+            raise ValueError(
+                f"layer={layer} of {len(step.at)}, window={window}: outside the pool, of another shape, or negative"
+            )
         kv = _fresh(step, key, value)
         if out is None:
             out = torch.empty(query.shape, dtype=dtype)
@@ -201,23 +236,24 @@ class NativeAttention:
         )  # fmt: skip
         return out
 
-    def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, NativeStep]:
-        """Return an empty cache: a step is built at first use, per number of query heads, since layers may differ."""
+    def prepare(self, batch: Batch, kv: PagedKV) -> dict[tuple[int, ...], NativeStep]:
+        """Return an empty cache: a step is built at first use, per shape of q, k and v, since layers may differ."""
         return {}
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
         scaling: float,
         window: int,
     ) -> torch.Tensor:
         """Implement `Backend.attend`. Reads prefixes once only if `batch.shared` names them."""
-        return self.run(self._step_of(batch, kv, query.shape[1]), layer, query, key, value, scaling, window)
+        step = self._step_of(batch, kv, layer, query.shape[1])
+        return self.run(step, layer, query, key, value, scaling, window)
 
     def layer_calls(
         self,
@@ -232,8 +268,12 @@ class NativeAttention:
         """Prepare `attend` for all layers, with (scaling, window) of each in `asked`. query and out [T, q_heads, D], key and
         value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer. They, the batch and the
         pool must outlive the calls, which run once."""
-        step = self._step_of(batch, kv, query.shape[1])
-        assert len(asked) == step.layers and query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
+        step = self._step_of(batch, kv, 0, query.shape[1])
+        assert (
+            len(asked) == len(step.at)
+            and (step.at >= 0).all()
+            and query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
+        )
         assert key.shape == value.shape == (step.tokens, *step.shape)
         assert all(x.dtype == step.dtype and x.is_contiguous() for x in (query, key, value, out))
         calls = ctypes.create_string_buffer(self._call_bytes * len(asked))
@@ -243,20 +283,26 @@ class NativeAttention:
         self._calls(calls, step.pointer, len(asked), scaling, window, *tensors)
         return LayerCalls(self._within, calls, self._call_bytes)
 
-    def _step_of(self, batch: Batch, kv: PagedKV, q_heads: int) -> NativeStep:
-        step: NativeStep | None = batch.attention.get(q_heads)
+    def _step_of(self, batch: Batch, kv: PagedKV, layer: int, q_heads: int) -> NativeStep:
+        even = kv.data.dim() == 6
+        shape = (kv.data.shape[3], kv.data.shape[5]) if even else kv.geometry.shapes[layer]
+        step: NativeStep | None = batch.attention.get((q_heads, *shape))
         if step is None:
             shared = batch.shared if len(batch.shared) else None
-            step = self.step(kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared)
-            batch.attention[q_heads] = step
+            layout = None if even else PoolLayout.of_layers(kv, kv.geometry.shapes[layer])
+            step = self.step(
+                kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared, layout
+            )
+            batch.attention[q_heads, *shape] = step
         return step
 
 
-def _check_pool(data: torch.Tensor, q_heads: int) -> None:
+def _check_pool(data: torch.Tensor, layout: PoolLayout, q_heads: int) -> None:
     """Raise ValueError if the kernel does not support the pool, or query heads over it."""
-    _, _, two, kv_heads, block_size, dim = data.shape
-    if data.dtype not in (torch.bfloat16, torch.float32) or data.device.type != "cpu" or not data.is_contiguous() or two != 2:
-        raise ValueError(f"KV pool: need contiguous bf16 or fp32 [N, L, 2, H, B, D] on the CPU, got {data.dtype} {data.shape}")
+    kv_heads, block_size, dim = layout[:3]
+    if data.dtype not in (torch.bfloat16, torch.float32) or data.device.type != "cpu" or not data.is_contiguous():
+        raise ValueError(f"KV pool: need contiguous bf16 or fp32 numbers on the CPU, got {data.dtype} {tuple(data.shape)}")
+    assert data[:1].nbytes == layout.block_bytes
     if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
         raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
     padded = [-(-n // LANES) * LANES for n in (block_size, dim)]

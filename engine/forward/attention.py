@@ -8,8 +8,8 @@ transformers calls it with q, k, v of each layer and passes keyword arguments of
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -36,9 +36,13 @@ class StepCapacity:
     q_heads: int
     """0: layers differ"""
     kv_heads: int
+    """0: layers differ"""
     head_dim: int
+    """0: layers differ"""
     itemsize: int
     """bytes of a number of K and V"""
+    different: tuple[tuple[int, int, int], ...] = ()
+    """(q_heads, kv_heads, head_dim) of each kind of layer, if they differ"""
 
     @property
     def group(self) -> int:
@@ -48,15 +52,23 @@ class StepCapacity:
     @staticmethod
     def of(config: EngineConfig, model: Any) -> StepCapacity:
         """Return the capacity for a configuration and a model (`rollout.engine.forward.model.ModelLike`)."""
+        kinds = tuple(dict.fromkeys(model.heads))
+        even = len(kinds) == 1
         return StepCapacity(
             tokens=max(config.most_tokens, 16),  # smaller batches are padded
             rows=max(config.most_seqs, 16),
             columns=-(-model.context // config.block_size),
-            q_heads=model.q_heads,
-            kv_heads=model.geometry.kv_heads,
-            head_dim=model.geometry.head_dim,
+            q_heads=kinds[0][0] if even else 0,
+            kv_heads=kinds[0][1] if even else 0,
+            head_dim=kinds[0][2] if even else 0,
             itemsize=model.geometry.dtype.itemsize,
+            different=() if even else kinds,
         )
+
+    def each(self) -> tuple[StepCapacity, ...]:
+        """Return the capacity for each kind of layer."""
+        kinds = self.different or ((self.q_heads, self.kv_heads, self.head_dim),)
+        return tuple(replace(self, q_heads=q, kv_heads=kv, head_dim=dim, different=()) for q, kv, dim in kinds)
 
 
 class Backend(Protocol):
@@ -75,8 +87,8 @@ class Backend(Protocol):
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
         scaling: float,
@@ -85,9 +97,10 @@ class Backend(Protocol):
         """Write the step's K and V into `kv`, then attend.
 
         Args:
+            layer: of those that store KV, counted from 0.
             query: [P, q_heads, head_dim], P = padded tokens, any strides.
-            key: [P, kv_heads, head_dim].
-            value: [P, kv_heads, value_dim].
+            key: [P, kv_heads, head_dim]; None: K and V are in the pool, since another layer stored the same ones in this step.
+            value: [P, kv_heads, value_dim]; None with `key`.
             window: 0 = unlimited.
 
         Returns:
@@ -95,16 +108,26 @@ class Backend(Protocol):
         """
 
 
+class KVPlace(NamedTuple):
+    """Where the KV of a decoder layer is stored."""
+
+    layer: int
+    """of those that store KV, counted from 0"""
+    stores: bool
+    """False: an earlier decoder layer has the same K and V, and stores them"""
+
+
 class AttentionCall:
     """Arguments for every layer of one forward. Not a tuple: torch.compile would trace its elements and recompile at every
     step."""
 
-    __slots__ = ("backend", "batch", "kv")
+    __slots__ = ("backend", "batch", "kv", "places")
 
-    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV) -> None:
+    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, places: dict[int, KVPlace]) -> None:
         self.backend = backend
         self.batch = batch
         self.kv = kv
+        self.places = places
 
 
 class AttentionProbe:
@@ -114,6 +137,13 @@ class AttentionProbe:
     def __init__(self) -> None:
         self.layers: dict[int, dict[str, Any]] = {}
         self.calls: Counter[int] = Counter()
+        self._stored: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """layer, K and V of each call; kept, so that a tensor's identity is not used again"""
+
+    def stored_by(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int:
+        """Return the first layer that had the same two tensors, which may be this one."""
+        self._stored.append((layer, key, value))
+        return next(first for first, k, v in self._stored if k is key and v is value)
 
 
 def paged_attention(
@@ -145,6 +175,7 @@ def paged_attention(
             "head_dim": key.shape[3],
             "value_dim": value.shape[3],
             "value_heads": value.shape[1],
+            "stored_by": rollout.stored_by(layer, key, value),
             "query_dim": query.shape[3],
             "window": sliding_window or 0,
             "scaling": scaling,
@@ -153,8 +184,10 @@ def paged_attention(
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
         }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    at, stores = rollout.places[layer]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = rollout.backend.attend(layer, q, k, v, rollout.batch, rollout.kv, scaling, sliding_window or 0)
+    new_k, new_v = (k, v) if stores else (None, None)
+    out = rollout.backend.attend(at, q, new_k, new_v, rollout.batch, rollout.kv, scaling, sliding_window or 0)
     return out[None], None
 
 

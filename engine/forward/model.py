@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend
+from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.random_weights import load_module
 from rollout.engine.forward.shapes import is_random
-from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.weights.offload import OffloadedModel
 
@@ -70,8 +70,8 @@ class ModelLike(Protocol):
     vocab_size: int
     context: int
     """tokens of the longest sequence"""
-    q_heads: int
-    """0: layers differ"""
+    heads: Sequence[tuple[int, int, int]]
+    """(q_heads, kv_heads, head_dim) of each attention layer"""
     device: torch.device
     geometry: KVGeometry
     eos_token_ids: frozenset[int]
@@ -209,14 +209,10 @@ class Model:
         self.vocab_size, self.context = _sizes(module, config, name)
         self.asked = _probe(self.module, config, name)
         """attention arguments of each layer"""
-        heads = {layer["q_heads"] for layer in self.asked.values()}
-        self.q_heads: int = heads.pop() if len(heads) == 1 else 0
-        """0: layers differ"""
-        first = self.asked[0]
-        widths = first["head_dim"], first["value_dim"]
-        self.geometry = KVGeometry(
-            len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
-        )
+        self.geometry, self.places = geometry_of(self.asked, module.dtype)
+        self.heads: Sequence[tuple[int, int, int]] = [
+            (each["q_heads"], each["kv_heads"], each["head_dim"]) for each in self.asked.values()
+        ]
         self.eos_token_ids = _eos(module)
         self.decoder: NativeLayers | None = None
         """runs the layers; None: the module does"""
@@ -238,7 +234,7 @@ class Model:
             position_ids=batch.position_ids,
             use_cache=False,
             logits_to_keep=batch.logits_at,
-            rollout=AttentionCall(backend, batch, kv),
+            rollout=AttentionCall(backend, batch, kv, self.places),
         )
         logits: torch.Tensor = output.logits[0, : batch.num_logits]
         return logits
@@ -288,7 +284,6 @@ def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
         refuse(f"attention with {probe.calls[often[0]]} calls in layer {often[0]}, which would overwrite each other's KV,")
     if sorted(probe.layers) != list(range(config.num_hidden_layers)):
         refuse(f"attention in {len(probe.layers)} of {config.num_hidden_layers} layers")
-    first = probe.layers[0]
     for layer, asked in probe.layers.items():
         for feature in asked["other"]:
             refuse(f"attention feature {feature!r} of layer {layer}")
@@ -301,8 +296,15 @@ def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
         if asked["q_heads"] % asked["kv_heads"] or asked["value_heads"] != asked["kv_heads"]:
             heads = asked["q_heads"], asked["kv_heads"], asked["value_heads"]
             refuse("{} query, {} key and {} value heads in a layer".format(*heads))
-        if any(asked[size] != first[size] for size in ("kv_heads", "head_dim", "value_dim")):
-            refuse("layers with KV of different shapes")
+
+
+def geometry_of(asked: dict[int, dict[str, Any]], dtype: torch.dtype) -> tuple[KVGeometry, dict[int, KVPlace]]:
+    """Return the geometry of the layers that store KV, and where the KV of each decoder layer is. A layer that was called with
+    the same two tensors as an earlier one in the probe stores none."""
+    own = [layer for layer in sorted(asked) if asked[layer]["stored_by"] == layer]
+    shapes = [LayerShape(*(asked[layer][size] for size in ("kv_heads", "head_dim", "value_dim"))) for layer in own]
+    places = {layer: KVPlace(own.index(each["stored_by"]), each["stored_by"] == layer) for layer, each in asked.items()}
+    return KVGeometry.of(shapes, dtype), places
 
 
 def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:

@@ -12,8 +12,8 @@
    Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
    read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
 
-   Memory. The pool is [blocks, layers, 2, kv_heads, block_size, head_dim]. Inside one head's K or V of one block the elements
-   are packed into 32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
+   Memory. A layer of a block of the pool is [2, kv_heads, block_size, head_dim]; layers of other shapes may lie beside it, which
+   a step of their own reads. Inside one head's K or V of one block the elements are packed into 32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
 
        K   [block_size / VL][S][VL] words    word (tile, s, lane) = dims 2s, 2s+1 of token tile · VL + lane   (fp32: dim s)
        V   [block_size / 2][D] words         word (t, d) = dim d of tokens 2t, 2t+1                            (fp32: token t)
@@ -37,7 +37,7 @@ enum {
     MOST = VL == 16 ? 4 : 2, /* and vectors that share those of a query: as many as fit the registers */
     MAX_QUERIES = 192,                    /* of one item */
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
-    MAX_DIM = 256,
+    MAX_DIM = 512,
     MAX_BLOCK = 512,
     UNIT = 128,          /* tokens of small blocks that are met as one: they share a maximum, and loads and stores of acc */
     MAX_UNIT = UNIT / VL,
@@ -177,7 +177,8 @@ static void multiply(Product p, int nq, int vectors, int kind) {
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 typedef struct {
     char *data; /* the pool */
-    int64_t blocks, layers, kv_heads, block_size, dim, q_heads, bf16;
+    int64_t blocks, block_bytes, kv_heads, block_size, dim, q_heads, bf16;
+    const int64_t *layer_at; /* bytes from the beginning of a block to each layer */
     int64_t rows, tokens, table_row, threads, share;
     int64_t pairs; /* multiply pairs of bf16 by vdpbf16ps: the library must have it */
     const int32_t *query_starts, *context_lens, *table;
@@ -204,7 +205,7 @@ INLINE int packed(const Step *s) { return s->block_size % LANES == 0 && s->dim %
 INLINE int padded(int64_t n) { return (int)((n + VL - 1) / VL * VL); }
 INLINE char *half(const Step *s, int64_t block, int64_t layer, int kv, int64_t head) {
     int64_t size = s->block_size * s->dim * bytes(s);
-    return s->data + (((block * s->layers + layer) * 2 + kv) * s->kv_heads + head) * size;
+    return s->data + block * s->block_bytes + s->layer_at[layer] + (kv * s->kv_heads + head) * size;
 }
 
 /* Word indices of dim d of token t; `dim` and the number of K steps are padded ones. */
@@ -493,7 +494,7 @@ static void store_outputs(Item *w) {
 
 static void run_item(const Call *c, const int32_t *chunk, int64_t head) {
     const Step *s = c->step;
-    Item item, *w = &item; /* half a megabyte of address space, of which only what is used is touched */
+    Item item, *w = &item; /* a megabyte of address space, of which only what is used is touched */
     const int r0 = chunk[2], r1 = chunk[3];
     w->call = c, w->h0 = (int)head, w->h1 = (int)(head + s->heads < s->kv_heads ? head + s->heads : s->kv_heads);
     w->group = (int)(s->q_heads / s->kv_heads);
@@ -628,7 +629,7 @@ int64_t rollout_call_bytes(void) { return sizeof(Call); }
 
 #define AT(field) FIELD(Step, field)
 const Field rollout_layout_attention[] = {
-    AT(data), AT(blocks), AT(layers), AT(kv_heads), AT(block_size), AT(dim), AT(q_heads), AT(bf16), AT(rows), AT(tokens),
+    AT(data), AT(blocks), AT(block_bytes), AT(kv_heads), AT(block_size), AT(dim), AT(q_heads), AT(bf16), AT(layer_at), AT(rows), AT(tokens),
     AT(table_row), AT(threads), AT(share), AT(pairs), AT(query_starts), AT(context_lens), AT(table), AT(slots), AT(chunks), AT(num_chunks),
     AT(heads), AT(parallel), AT(barrier), {NULL, NULL, 0, 0}};
 #undef AT
