@@ -250,7 +250,7 @@ def _refuse_config(config: Any, name: str) -> None:
         refuse(f"layer type {kind!r}")
     if getattr(config, "is_encoder_decoder", False):
         refuse("an encoder-decoder")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that one is for images
         refuse("bidirectional attention")
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:

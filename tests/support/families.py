@@ -51,6 +51,11 @@ GEMMA4_WITHOUT_V = {
     "use_double_wide_mlp": False,
 }  # fmt: skip
 """Gemma 4 31B in small: two numbers of heads too, and V computed from K"""
+GEMMA3N = {
+    "num_hidden_layers": 10, "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "num_kv_shared_layers": 5,
+    "head_dim": 16, "sliding_window": 12, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6,
+}  # fmt: skip
 EXPERTS = (
     "afmoe", "axk1", "axk2", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "hy_v3", "hy_v4",
     "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "longcat_flash", "mellum",
@@ -74,7 +79,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {**MOE, **NARROW},
     "ministral": {**NARROW, "sliding_window": 12, "layer_types": SLIDING},
     "gemma3_text": {**NARROW, "sliding_window": 12, "layer_types": SLIDING},
+    "gemma3n_text": GEMMA3N,
     "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_WITHOUT_V,
     "lfm2_moe": {**MOE, "layer_types": ["full_attention"] * 2},
     "cohere_compass_text": {"layer_types": SLIDING},
     "codegen": {"rotary_dim": 8},
