@@ -87,6 +87,7 @@ SHAPES = [
     Shape(q_heads=40, kv_heads=1, dim=16),
     Shape(q_heads=2, kv_heads=1, dim=256, block_size=64),
     Shape(q_heads=8, kv_heads=1, dim=512, block_size=32),
+    Shape(q_heads=32, kv_heads=4, dim=512),
     Shape(q_heads=4, kv_heads=2, dim=24, block_size=8),
     Shape(q_heads=3, kv_heads=1, dim=8, block_size=4),
     Shape(q_heads=5, kv_heads=5, dim=20, block_size=1),

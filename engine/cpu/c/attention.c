@@ -38,6 +38,7 @@ enum {
     MAX_QUERIES = 192,                    /* of one item */
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
     MAX_DIM = 512,
+    MAX_NUMBERS = MAX_QUERIES * 256, /* of all queries of one item: wide heads have fewer queries */
     MAX_BLOCK = 512,
     UNIT = 128,          /* tokens of small blocks that are met as one: they share a maximum, and loads and stores of acc */
     MAX_UNIT = UNIT / VL,
@@ -254,8 +255,8 @@ typedef struct {
     int32_t position[MAX_QUERIES];
     float m[MAX_QUERIES + VL]; /* running maximum of the scaled scores */
     float l[MAX_QUERIES * LANES]; /* running sum of weights, lane = token % LANES */
-    float acc[MAX_QUERIES * MAX_DIM];
-    float q[MAX_QUERIES * MAX_DIM];
+    float acc[MAX_NUMBERS];
+    float q[MAX_NUMBERS];
     float scores[6 * MAX_BLOCK]; /* [query of a tile][token of a unit] */
     float weights[6 * MAX_BLOCK];
     uint32_t k_packed[MAX_PLAIN], v_packed[MAX_PLAIN], last[MAX_DIM];
@@ -494,7 +495,7 @@ static void store_outputs(Item *w) {
 
 static void run_item(const Call *c, const int32_t *chunk, int64_t head) {
     const Step *s = c->step;
-    Item item, *w = &item; /* a megabyte of address space, of which only what is used is touched */
+    Item item, *w = &item; /* half a megabyte of address space, of which only what is used is touched */
     const int r0 = chunk[2], r1 = chunk[3];
     w->call = c, w->h0 = (int)head, w->h1 = (int)(head + s->heads < s->kv_heads ? head + s->heads : s->kv_heads);
     w->group = (int)(s->q_heads / s->kv_heads);
@@ -590,7 +591,7 @@ int rollout_plan(Step *s, const int32_t *shared, int64_t groups) {
         }
     }
     /* With chunks enough for all threads an item takes all kv heads, which lie together; else they are spread. */
-    const int64_t fit = MAX_QUERIES / (most * group);
+    const int64_t queries = MAX_NUMBERS / padded(s->dim), fit = (queries < MAX_QUERIES ? queries : MAX_QUERIES) / (most * group);
     s->heads = s->num_chunks < 3 * s->threads ? 1 : fit < s->kv_heads ? fit : s->kv_heads;
     return g == groups ? 0 : 5;
 }
