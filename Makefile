@@ -65,7 +65,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' \
 		|| { echo "this Python cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,wandb]'
+	@echo "installing what rollout and its tests need into .venv, about 2 GB with torch: this takes minutes, without a word" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,wandb]'
 	@touch $@
 
 model: $(STAMP)

@@ -25,6 +25,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.kernels import choose
+from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import decide
 from rollout.engine.cuda.attention import TritonAttention, TritonByShape, TritonUnavailable, triton_attention
 from rollout.engine.cuda.digests import device_hashes
@@ -37,7 +38,7 @@ from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, streamed_of
+from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, states_of, streamed_of
 from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
@@ -153,6 +154,8 @@ class CpuDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
+        if model.states is not None and not self._without_native:
+            model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
         try:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
         except Exception as error:
@@ -210,7 +213,7 @@ class CudaDevice:
         return fuse(model, backend) if config.advanced.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        if not (config.cuda_graphs and isinstance(backend, TritonAttention | TritonByShape)):
+        if not isinstance(backend, TritonAttention | TritonByShape) or not config.cuda_graphs or states_of(model) is not None:
             return None
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())

@@ -31,7 +31,7 @@ from rollout.engine.types import (
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging, source_of
 from rollout.engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
-from rollout.engine.worker import Report, Worker, no_report, open_worker
+from rollout.engine.worker import Report, no_report, open_worker
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
         """loads the bytes of the model's tokens when the first group asks for stop strings"""
         self.worker = worker = open_worker(config, model, report)
         self.config = worker.config
-        self.scheduler = scheduler_for(worker)
+        self.scheduler = Scheduler(worker.config, worker.pools)
         self.counters = self.scheduler.state.counters
         self.pipeline = Pipeline(worker, self.scheduler)
         worker.warm_up(report)
@@ -246,13 +246,6 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """Return the status report, JSON-able; see `engine.status`."""
         return status(self)
-
-
-def scheduler_for(worker: Worker) -> Scheduler:
-    """Make the scheduler of a worker's KV pools."""
-    config, on_device, on_host = worker.config, len(worker.kv.data), len(worker.kv.host)
-    longest = -(-worker.model.context // config.block_size)
-    return Scheduler(config, device_blocks=on_device, host_blocks=on_host, max_blocks=longest)
 
 
 def refreshed_of(staging: Staging, via: str, paused: float, digest: str) -> Refreshed:

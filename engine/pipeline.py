@@ -101,8 +101,10 @@ class Pipeline:
         except Exception as error:
             raise CopyFailed from error
         state = self.scheduler.state
-        state.store.moved()
+        for store in state.stores:
+            store.moved()
         state.counters.moved(plan.moves, copied, self.worker.kv.block_bytes)
+        state.counters.states_moved(plan.state_moves)
         state.rates.copied(copied.blocks, copied.seconds)
 
     def execute(self, plan: Plan) -> None:

@@ -64,6 +64,7 @@ def status(engine: StatusSources) -> dict[str, Any]:
             "kept_children": len(scheduler.state.pinned),
             "kept_blocks": len(scheduler.state.pinned.blocks),
         },
+        "states": _states(engine),
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items()},
         "uptime_seconds": time.perf_counter() - engine.started_at,
         "copy_blocks_per_second": scheduler.state.rates.copy_blocks_per_second,
@@ -96,6 +97,21 @@ def _weights(engine: StatusSources) -> dict[str, Any]:
         "base_bytes": weights.base.nbytes,
         "resident_bytes": weights.resident_bytes,
         "offloaded_bytes": weights.offloaded_bytes,
+    }
+
+
+def _states(engine: StatusSources) -> dict[str, int]:
+    """Return the slots of recurrent state and their bytes; all 0 for a model without it."""
+    slots, pages, counters = engine.scheduler.state.states, engine.worker.kv.states, engine.counters
+    size = 0 if pages is None else pages.geometry.nbytes
+    return {
+        "bytes": size,
+        "slots": 0 if slots is None else slots.store.device.size,
+        "used": 0 if slots is None else slots.store.used,
+        "snapshots": 0 if slots is None else len(slots.store.index),
+        "host_slots": 0 if slots is None else slots.store.host.size,
+        "host_used": 0 if slots is None else slots.store.host.used,
+        "copied_bytes": counters.copied_states * size,
     }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, get_args
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,12 +25,23 @@ from rollout.engine.devices import Device, StepCapacity, choose_backend, device_
 from rollout.engine.forward.arithmetic import arithmetic
 from rollout.engine.forward.attention import Backend
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, module_of, open_model, streamed_of, weights_moved
+from rollout.engine.forward.model import (
+    ExecutionPath,
+    Model,
+    ModelLike,
+    module_of,
+    open_model,
+    states_of,
+    streamed_of,
+    weights_moved,
+)
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+from rollout.engine.kv.block import PoolCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.sizing import check_tables, pool_sizes
+from rollout.engine.kv.sizing import check_tables, pool_sizes, state_sizes
+from rollout.engine.kv.states import StatePages
 from rollout.engine.scheduling.plan import Plan, SampledTokens, plan_by_hand
 from rollout.engine.types import Tag, WeightUpdate
 from rollout.engine.weights.live import Weights
@@ -90,9 +102,18 @@ class Worker:
         self._drawn: torch.Tensor | None = None
         """[D] int32 on the device, drawn by the newest step: the next plan may refer to them as pending tokens"""
 
+    @property
+    def pools(self) -> PoolCounts:
+        """Return the sizes of the pools, for the scheduler."""
+        longest = -(-self.model.context // self.config.block_size)
+        slots = None if self.kv.states is None else self.kv.states.slots
+        return PoolCounts(len(self.kv.data), len(self.kv.host), longest, slots)
+
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def move(self, plan: Plan) -> Copied:
         """Run the copies of KV of a plan; called for every plan, copies or none. Returns the copies that have ended."""
+        if self.kv.states is not None:
+            self.kv.states.move(plan.state_moves)
         return self.kv.move(plan.moves, plan.spans)
 
     @torch.inference_mode()
@@ -185,6 +206,8 @@ class Worker:
         size, dtype = self.kv.block_size, self.model.geometry.dtype
         table = np.zeros((rows, -(-count // size)), np.int32)
         plan = plan_by_hand(np.zeros((rows, count), np.int32), np.zeros(rows, np.int32), table)
+        if self.kv.states is not None:
+            plan = plan._replace(state_reads=np.full(rows, -1, np.int32), state_writes=np.full(rows, -1, np.int32))
         cut = plan._replace(sampling=plan.sampling.copy())
         cut.sampling["top_p"] = CUT
         for each in (plan, cut):
@@ -203,19 +226,22 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
     when it begins. Raises ValueError for a configuration that cannot work."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = device_of(config)
+    device, drafts = device_of(config), config.drafts
     config = resolved(config, device)
     if model is None:
         report(f"loading the weights as {config.dtype}")
         model = open_model(config, device.memory)
     device.check(model)
+    if states_of(model) is not None:
+        config = without_drafts(config, drafts)
     if config.weight_offload is not None and streamed_of(model) is None:
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
-    report("taking the memory of the KV pools")
+    report("allocating the KV pools")
     weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
-    return Worker(config, device, kernels, take_kv(config, device, model), weights)
+    kv = take_kv(config, device, model)
+    return Worker(fitted(config, kv), device, kernels, kv, weights)
 
 
 def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> ModelKernels:
@@ -237,10 +263,38 @@ def take_kv(config: EngineConfig, device: Device, model: ModelLike) -> PagedKV:
     """Allocate both KV pools. Raises ValueError if there is not enough memory for them, or for their block tables in host
     memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
-    sizes = pool_sizes(config, kept.bytes_per_token * config.block_size, memory)
-    kv = PagedKV(kept, sizes, memory, device.copy_engine())
+    block_bytes = kept.bytes_per_token * config.block_size
+    sizes, geometry, states = pool_sizes(config, block_bytes, memory), states_of(model), None
+    if geometry is not None:
+        slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes)
+        states = StatePages(geometry, slots, memory)
+    kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
     check_tables(config, min(-(-model.context // config.block_size), sizes.device))
     return kv
+
+
+def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
+    """Turn drafts off, for a model with recurrent state. asked: `EngineConfig.drafts` as the user set it. Raises ValueError."""
+    if asked:
+        raise ValueError(f"drafts={asked}: a recurrent state cannot go back behind a rejected draft; set 0, or leave it out")
+    return msgspec.structs.replace(config, drafts=0)
+
+
+def fitted(config: EngineConfig, kv: PagedKV) -> EngineConfig:
+    """Lower max_num_seqs to the sequences whose recurrent state fits into the pool."""
+    if kv.states is None:
+        return config
+    slots, size = kv.states.slots, kv.states.geometry.nbytes
+    log.info("recurrent state bytes=%d slots=%d host_slots=%d", size, slots.device, slots.host)
+    if slots.sequences >= config.most_seqs:
+        return config
+    log.warning(
+        "fewer sequences run, since each has a recurrent state of %.1f MiB: max_num_seqs=%d becomes %d; raise kv_gib for more",
+        size / 2**20,
+        config.most_seqs,
+        slots.sequences,
+    )
+    return msgspec.structs.replace(config, max_num_seqs=slots.sequences)
 
 
 def parts_to_wake(tags: Collection[Tag] | None, asleep: set[Tag]) -> list[Tag]:

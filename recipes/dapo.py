@@ -9,8 +9,8 @@
     python -m rollout.recipes.dapo                # one-digit products with SmolLM2-135M, as rollout.recipes.grpo
     python -m rollout.recipes.dapo --decide-after 4    # cancels a group when 4 of its children have the same reward
 
-No slot waits for the slowest group of a step, and no step is spent on groups without spread. What that costs is told: the share
-of all sampled tokens that no step trained on.
+No slot waits for the slowest group of a step, and no step is spent on groups without spread. The run reports what that costs:
+the share of all sampled tokens that no step trained on.
 
 Yu et al., "DAPO" (2025): dynamic sampling, token-level loss, clip-higher. The rest is that of `rollout.recipes.grpo`.
 """

@@ -439,13 +439,14 @@ def report(options: Options, task: Task, outcome: Outcome) -> None:
     if not rows:
         say("no step was finished")
         return
-    if importlib.util.find_spec("matplotlib") is None:
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    if not drawn:
         say("no curves.png: matplotlib is not installed: pip install 'rl-rollout[grpo]'")
     else:
         plot(rows, options.out / "curves.png", f"{options.model}, {options.task}" + ("" if options.refresh else ", no refresh"))
     fifth = max(1, len(rows) // 5)
     first, last = (float(np.mean([row["train/reward"] for row in part])) for part in (rows[:fifth], rows[-fifth:]))
-    print(f"{len(rows)} of {options.steps} steps, rows and curves in {options.out}")
+    print(f"{len(rows)} of {options.steps} steps, {'rows and curves' if drawn else 'rows'} in {options.out}")
     print(f"mean reward: first fifth {first:.3f}, last fifth {last:.3f}, gain {last - first:+.3f}")
     if len(outcome.right) == 2:
         before, after = (f"{share * len(task.held_out):.4g}" for share in outcome.right)

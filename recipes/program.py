@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 import tyro
 
 from rollout.commands.extras import missing
+from rollout.commands.interrupt import INTERRUPTED
 from rollout.config import CannotServe, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
 from rollout.transport.errors import RolloutError
 
 Options = TypeVar("Options")
-INTERRUPTED = 130
-"""exit status after Ctrl-C"""
 
 
 def run(name: str, main: Callable[[Options], Any], options: type[Options]) -> int:

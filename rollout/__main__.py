@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from rollout.commands.interrupt import STATUS, imports_begin
+from rollout.commands.interrupt import INTERRUPTED, imports_begin
 from rollout.commands.progress import write_line
 
 SILENT = {"--quiet", "--help", "-h"}
@@ -19,7 +19,7 @@ def main() -> int:
     from rollout.commands.main import main as run
 
     status = run()
-    if status == STATUS:
+    if status == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C while threads end prints no traceback
     return status
 

@@ -63,7 +63,8 @@ def test_their_bits_are_others() -> None:
     differ = {name: {line.partition(":")[0] for line in lines - told["this"]} for name, lines in told.items()}
     print(differ)  # torch's products and exp are MKL's, which takes an AMD for older than it is
     assert all(len(lines) == 7 for lines in told.values())
-    assert differ["zen3"] >= {"torch's sums", "numpy's products", "numpy's exp"}
+    products = set() if openblas_core() == "Haswell" else {"numpy's products"}  # what OpenBLAS takes an AMD Zen 5 for
+    assert differ["zen3"] >= {"torch's sums", "numpy's exp"} | products
     assert differ["nehalem"] >= {"torch's sums", "torch's silu", "numpy's products", "numpy's exp", "libm's exp"}
 
 

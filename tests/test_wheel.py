@@ -194,6 +194,22 @@ def test_every_public_name_of_an_installed_tree_can_be_imported(tree: Path, tmp_
     assert done.returncode and "engine is not there" in done.stderr, "the negative control: the sources are kept away"
 
 
+def lacking(tree: Path) -> set[str]:
+    """Modules of the sources that a built tree lacks; the benchmarks are not installed."""
+    files = {path for folder in ("engine", "transport", "recipes", "rollout") for path in (ROOT / folder).rglob("*.py")}
+    names = {path.relative_to(ROOT).as_posix().removeprefix("rollout/") for path in files}
+    return {name for name in names if not name.startswith("bench/") and not (tree / "rollout" / name).is_file()}
+
+
+def test_a_built_tree_has_every_module(tree: Path, tmp_path: Path) -> None:
+    """The recipes too, which nothing imports."""
+    assert lacking(tree) == set()
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "recipes").symlink_to(tree / "rollout" / "recipes")
+    missing = lacking(tmp_path)
+    assert {"client/api.py", "engine/engine.py"} < missing and "recipes/grpo.py" not in missing, "the control"
+
+
 def test_type_checkers_read_the_types_of_an_installed_tree(tree: Path) -> None:
     assert all((tree / "rollout" / folder / "py.typed").is_file() for folder in (".", "engine", "transport"))
 

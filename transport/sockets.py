@@ -284,7 +284,9 @@ class ServiceEnd:
                 self._cookie.publish(self.endpoint)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
-            raise ValueError(f"cannot listen at {endpoint}: {error}") from None
+            in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
+            why = "the port is in use, perhaps by another service; choose another one, 0 = a free one" if in_use else error
+            raise ValueError(f"cannot listen at {endpoint}: {why}") from None
         message_bytes = limits.max_header_bytes + limits.max_frame_bytes
         if endpoint.startswith("tcp://"):
             self._inflow = Inflow(self._sock, message_bytes, options.waiting_bytes, options.total_bytes)

@@ -16,6 +16,7 @@ from rollout.engine.cpu.build import build, check_layout, load
 from rollout.engine.cpu.isa import best, isa_of
 from rollout.engine.cpu.kernels import Tuning
 from rollout.engine.cpu.openmp import symbols
+from rollout.engine.forward.attention import Scores
 
 if TYPE_CHECKING:
     from rollout.engine.forward.batch import Batch
@@ -39,7 +40,10 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("blocks", "block_bytes", "kv_heads", "block_size", "dim", "q_heads", "bf16")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("blocks", "block_bytes", "kv_heads", "block_size", "dim", "value_dim", "q_heads", "bf16")
+        ),
         ("layer_at", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share", "pairs")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
@@ -58,36 +62,20 @@ class NativeStep:
         self.tokens: int = struct.tokens
         self.q_heads: int = struct.q_heads
         self.shape = (struct.kv_heads, struct.dim)
+        self.value_dim: int = struct.value_dim
         self.at = at
         """[layers] int64: bytes from the beginning of a block to the layer; -1: it has another shape"""
         self.dtype = torch.bfloat16 if struct.bf16 else torch.float32
         self._keep = keep
 
 
-class PoolLayout(NamedTuple):
-    """Where the layers of one shape lie in the blocks of a pool."""
+class Widths(NamedTuple):
+    """Sizes of a layer's K and V in a block of the pool."""
 
     kv_heads: int
     block_size: int
-    dim: int
-    block_bytes: int
-    at: np.ndarray
-    """[layers] int64: bytes from the beginning of a block to the layer; -1: it has another shape"""
-
-    @staticmethod
-    def of_data(data: torch.Tensor) -> PoolLayout:
-        """Return the layout of a pool [blocks, layers, 2, kv_heads, block_size, head_dim]."""
-        _, layers, _, kv_heads, block_size, dim = data.shape
-        return PoolLayout(kv_heads, block_size, dim, data[:1].nbytes, np.arange(layers, dtype=np.int64) * data[:1, :1].nbytes)
-
-    @staticmethod
-    def of_layers(kv: PagedKV, shape: tuple[int, int, int]) -> PoolLayout:
-        """Return the layout of the layers of this (kv_heads, head_dim, value_dim) in a pool of several. Raises ValueError."""
-        if shape[1] != shape[2]:
-            raise ValueError(f"keys of {shape[1]} and values of {shape[2]} dimensions")
-        itemsize = kv.data.element_size()
-        at = [start * itemsize if each == shape else -1 for start, each in zip(kv.starts, kv.geometry.shapes, strict=False)]
-        return PoolLayout(shape[0], kv.block_size, shape[1], kv.starts[-1] * itemsize, np.array(at, np.int64))
+    head_dim: int
+    value_dim: int
 
 
 class LayerCalls(NamedTuple):
@@ -142,25 +130,26 @@ class NativeAttention:
         slots: np.ndarray | torch.Tensor,
         q_heads: int,
         shared: np.ndarray | None = None,
-        layout: PoolLayout | None = None,
+        widths: Widths | None = None,
+        at: np.ndarray | None = None,
     ) -> NativeStep:
         """Check and keep the arrays of one step. Raises ValueError naming the argument that does not fit.
 
         Args:
-            data: [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU; with `layout`
-                [blocks, numbers], of which the step reads and writes some layers.
+            data: [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU; with `widths`
+                [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]; with `at` [blocks, numbers].
             query_starts: [R + 1].
             context_lens: [R], tokens visible to the last query of a row.
             block_table: [R, M].
             slots: [T], block · block_size + offset.
             shared: [G, 3] (first row, rows, leading blocks that they share), ordered by row; None = read nothing for several
                 rows at once. Beyond these blocks, further shared blocks are found in block_table, so prefixes nest.
+            widths: needed if values are not as wide as keys, and with `at`.
+            at: [layers] int64: bytes from the beginning of a block to each layer, -1 for layers of other shapes.
         """
-        if layout is None and (data.dim() != 6 or data.shape[2] != 2):
-            raise ValueError(f"KV pool: need [N, L, 2, H, B, D], got {tuple(data.shape)}")
-        layout = PoolLayout.of_data(data) if layout is None else layout
-        _check_pool(data, layout, q_heads)
-        kv_heads, block_size, dim, block_bytes, at = layout
+        kv_heads, block_size, dim, value_dim = _check_pool(data, q_heads, widths, at)
+        itemsize = data.element_size()
+        begins = np.ascontiguousarray(np.arange(data.shape[1]) * (data.stride(1) * itemsize) if at is None else at, np.int64)
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
         places = np.ascontiguousarray(slots, np.int64)
         groups = np.ascontiguousarray(np.empty((0, 3)) if shared is None else shared, np.int32)
@@ -174,8 +163,9 @@ class NativeAttention:
         chunks = np.empty((max(1, len(places)), 4), np.int32)
         threads = self.threads or torch.get_num_threads()
         struct = _Step(
-            data=data.data_ptr(), blocks=len(data), block_bytes=block_bytes, kv_heads=kv_heads, block_size=block_size, dim=dim,
-            q_heads=q_heads, bf16=data.dtype == torch.bfloat16, layer_at=at.ctypes.data, rows=len(lens), tokens=len(places),
+            data=data.data_ptr(), blocks=len(data), block_bytes=data.stride(0) * itemsize, kv_heads=kv_heads,
+            block_size=block_size, dim=dim, value_dim=value_dim, q_heads=q_heads, bf16=data.dtype == torch.bfloat16,
+            layer_at=begins.ctypes.data, rows=len(lens), tokens=len(places),
             table_row=table.shape[1], threads=threads, share=shared is not None, pairs=self.pairs,
             query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
             chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
@@ -183,7 +173,7 @@ class NativeAttention:
         error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
         if error:
             raise ValueError(PLAN_ERRORS[error])
-        return NativeStep(struct, at, (struct, data, starts, lens, table, places, chunks))
+        return NativeStep(struct, begins, (struct, data, starts, lens, table, places, chunks))
 
     def run(
         self,
@@ -192,20 +182,18 @@ class NativeAttention:
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
-        scaling: float,
-        window: int = 0,
+        scores: Scores,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write key and value [≥ T, kv_heads, D] of the step's T tokens into the pool (None: they are in the pool), then attend
-        query [≥ T, q_heads, D] to it. All have the pool's dtype and any strides, with D contiguous.
+        """Write key [≥ T, kv_heads, D] and value [≥ T, kv_heads, E] of the step's T tokens into the pool (None: they are in the
+        pool), then attend query [≥ T, q_heads, D] to it. All have the pool's dtype and any strides, with D and E contiguous.
 
         Args:
-            window: 0 = full, else a query attends to its own and the window - 1 previous positions.
-            lse: [P, q_heads] fp32, receives the natural log of the sum of exp(scores).
+            lse: [P, q_heads] fp32, receives the natural log of the sum of exp(scores), a sink's included.
 
         Returns:
-            [P, q_heads, D] with P = len(query), zero from T on.
+            [P, q_heads, E] with P = len(query), zero from T on.
         """
         tokens, dtype = step.tokens, step.dtype
         if (
@@ -217,21 +205,25 @@ class NativeAttention:
             raise ValueError(
                 f"query {tuple(query.shape)} {query.dtype}: need [{tokens}, {step.q_heads}, {step.shape[1]}] {dtype}"
             )
-        if not 0 <= layer < len(step.at) or step.at[layer] < 0 or window < 0:
+        if not 0 <= layer < len(step.at) or step.at[layer] < 0 or scores.window < 0:
             raise ValueError(
-                f"layer={layer} of {len(step.at)}, window={window}: outside the pool, of another shape, or negative"
+                f"layer={layer} of {len(step.at)}, window={scores.window}: outside the pool, of another shape, or negative"
             )
-        kv = _fresh(step, key, value)
+        kv, made = _fresh(step, key, value), (*query.shape[:2], step.value_dim)
         if out is None:
-            out = torch.empty(query.shape, dtype=dtype)
-        elif out.shape != query.shape or out.dtype != dtype or not out.is_contiguous():
-            raise ValueError(f"out {tuple(out.shape)} {out.dtype}: need contiguous {tuple(query.shape)} {dtype}")
+            out = torch.empty(made, dtype=dtype)
+        elif out.shape != made or out.dtype != dtype or not out.is_contiguous():
+            raise ValueError(f"out {tuple(out.shape)} {out.dtype}: need contiguous {made} {dtype}")
+        sinks = None if scores.sinks is None else scores.sinks.to("cpu", torch.float32).contiguous()
+        if sinks is not None and sinks.shape != (step.q_heads,):
+            raise ValueError(f"sinks {tuple(sinks.shape)}: need [{step.q_heads}], one per query head")
         if lse is not None and (lse.shape != query.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous()):
             raise ValueError(f"lse {tuple(lse.shape)} {lse.dtype}: need contiguous {tuple(query.shape[:2])} float32")
         if len(query) > tokens:
             out[tokens:].zero_()
         self._attend(
-            step.pointer, layer, window, scaling, query.data_ptr(), query.stride(0), query.stride(1), *kv, out.data_ptr(),
+            step.pointer, layer, scores.window, scores.scaling, scores.softcap, None if sinks is None else sinks.data_ptr(),
+            query.data_ptr(), query.stride(0), query.stride(1), *kv, out.data_ptr(),
             None if lse is None else lse.data_ptr(),
         )  # fmt: skip
         return out
@@ -248,16 +240,14 @@ class NativeAttention:
         value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         """Implement `Backend.attend`. Reads prefixes once only if `batch.shared` names them."""
-        step = self._step_of(batch, kv, layer, query.shape[1])
-        return self.run(step, layer, query, key, value, scaling, window)
+        return self.run(self._step_of(batch, kv, layer, query.shape[1]), layer, query, key, value, scores)
 
     def layer_calls(
         self,
-        asked: list[tuple[float, int]],
+        asked: list[Scores],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -265,20 +255,18 @@ class NativeAttention:
         batch: Batch,
         kv: PagedKV,
     ) -> LayerCalls:
-        """Prepare `attend` for all layers, with (scaling, window) of each in `asked`. query and out [T, q_heads, D], key and
-        value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer. They, the batch and the
-        pool must outlive the calls, which run once."""
+        """Prepare `attend` for all layers, with the scores of each in `asked`, without soft caps and sinks. query and out [T,
+        q_heads, D], key and value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer.
+        They, the batch and the pool must outlive the calls, which run once."""
         step = self._step_of(batch, kv, 0, query.shape[1])
-        assert (
-            len(asked) == len(step.at)
-            and (step.at >= 0).all()
-            and query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
-        )
-        assert key.shape == value.shape == (step.tokens, *step.shape)
+        assert len(asked) == len(step.at) and (step.at >= 0).all()
+        assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
+        assert key.shape == value.shape == (step.tokens, *step.shape) and step.value_dim == step.shape[1]
+        assert not any(each.softcap or each.sinks is not None for each in asked)
         assert all(x.dtype == step.dtype and x.is_contiguous() for x in (query, key, value, out))
         calls = ctypes.create_string_buffer(self._call_bytes * len(asked))
-        scaling = (ctypes.c_float * len(asked))(*(each[0] for each in asked))
-        window = (ctypes.c_int64 * len(asked))(*(each[1] for each in asked))
+        scaling = (ctypes.c_float * len(asked))(*(each.scaling for each in asked))
+        window = (ctypes.c_int64 * len(asked))(*(each.window for each in asked))
         tensors = [x.data_ptr() for x in (query, key, value, out)]
         self._calls(calls, step.pointer, len(asked), scaling, window, *tensors)
         return LayerCalls(self._within, calls, self._call_bytes)
@@ -289,25 +277,46 @@ class NativeAttention:
         step: NativeStep | None = batch.attention.get((q_heads, *shape))
         if step is None:
             shared = batch.shared if len(batch.shared) else None
-            layout = None if even else PoolLayout.of_layers(kv, kv.geometry.shapes[layer])
-            step = self.step(
-                kv.data, batch.query_starts, batch.context_lens, batch.block_table, batch.slots, q_heads, shared, layout
-            )
+            widths = None if even else Widths(shape[0], kv.block_size, *shape[1:])
+            at = layers_at(kv, shape) if kv.data.dim() == 2 else None
+            arrays = batch.query_starts, batch.context_lens, batch.block_table, batch.slots
+            step = self.step(kv.data, *arrays, q_heads, shared, widths, at)
             batch.attention[q_heads, *shape] = step
         return step
 
 
-def _check_pool(data: torch.Tensor, layout: PoolLayout, q_heads: int) -> None:
-    """Raise ValueError if the kernel does not support the pool, or query heads over it."""
-    kv_heads, block_size, dim = layout[:3]
-    if data.dtype not in (torch.bfloat16, torch.float32) or data.device.type != "cpu" or not data.is_contiguous():
-        raise ValueError(f"KV pool: need contiguous bf16 or fp32 numbers on the CPU, got {data.dtype} {tuple(data.shape)}")
-    assert data[:1].nbytes == layout.block_bytes
+def layers_at(kv: PagedKV, shape: tuple[int, ...]) -> np.ndarray:
+    """Return where each layer of this (kv_heads, head_dim, value_dim) begins in a block, in bytes; -1 for the others."""
+    itemsize = kv.data.element_size()
+    return np.array([kv.starts[i] * itemsize if each == shape else -1 for i, each in enumerate(kv.geometry.shapes)], np.int64)
+
+
+def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None, at: np.ndarray | None) -> Widths:
+    """Return the sizes of the pool. Raises ValueError if the kernel does not support it, or query heads over it."""
+    shape: tuple[int, ...]
+    if widths is None:
+        _, _, _, kv_heads, block_size, dim = data.shape
+        value_dim, shape = dim, (2, kv_heads, block_size, dim)
+    else:
+        kv_heads, block_size, dim, value_dim = widths
+        shape = (kv_heads * block_size * (dim + value_dim),)
+    on_cpu, fits = data.device.type == "cpu" and data.is_contiguous(), at is not None or data.shape[2:] == shape
+    if data.dtype not in (torch.bfloat16, torch.float32) or not on_cpu or not fits:
+        raise ValueError(
+            f"KV pool: need contiguous bf16 or fp32 [N, L, {', '.join(map(str, shape))}] on the CPU, got {data.dtype} "
+            f"{data.shape}"
+        )
     if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
         raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
-    padded = [-(-n // LANES) * LANES for n in (block_size, dim)]
-    if dim > MAX_DIM or block_size > MAX_BLOCK or (padded != [block_size, dim] and padded[0] * padded[1] > MAX_PLAIN):
-        raise ValueError(f"block_size={block_size}, head_dim={dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of {LANES}")
+    sizes = [block_size, dim, value_dim]
+    padded = [-(-n // LANES) * LANES for n in sizes]
+    widest = max(dim, value_dim)
+    if widest > MAX_DIM or block_size > MAX_BLOCK or (padded != sizes and padded[0] * max(padded[1:]) > MAX_PLAIN):
+        raise ValueError(
+            f"block_size={block_size}, head_dim={dim}, value_dim={value_dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of "
+            f"{LANES}"
+        )
+    return Widths(kv_heads, block_size, dim, value_dim)
 
 
 def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | None) -> list[int | None]:
@@ -316,10 +325,10 @@ def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | Non
         return [None, 0, 0, None, 0, 0]
     if key is None or value is None:
         raise ValueError("key and value: pass both, or neither if they are in the pool already")
-    for x in (key, value):
-        if x.shape[1:] != step.shape or x.dtype != step.dtype or x.stride(2) != 1 or len(x) < step.tokens:
+    for x, shape in ((key, step.shape), (value, (step.shape[0], step.value_dim))):
+        if x.shape[1:] != shape or x.dtype != step.dtype or x.stride(2) != 1 or len(x) < step.tokens:
             raise ValueError(
-                f"key or value {tuple(x.shape)} {x.dtype}: need [{step.tokens}, {step.shape}] {step.dtype}, D contiguous"
+                f"key or value {tuple(x.shape)} {x.dtype}: need [{step.tokens}, {shape}] {step.dtype}, the last contiguous"
             )
     return [key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1)]
 
@@ -332,7 +341,19 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.rollout_plan.argtypes = [pointer, pointer, i64]
     lib.rollout_plan.restype = ctypes.c_int
     tensor = [pointer, i64, i64]
-    lib.rollout_attend.argtypes = [pointer, i64, i64, ctypes.c_float, *tensor, *tensor, *tensor, pointer, pointer]
+    lib.rollout_attend.argtypes = [
+        pointer,
+        i64,
+        i64,
+        ctypes.c_float,
+        ctypes.c_float,
+        pointer,
+        *tensor,
+        *tensor,
+        *tensor,
+        pointer,
+        pointer,
+    ]
     lib.rollout_attend.restype = None
     lib.rollout_calls.argtypes = [pointer, pointer, i64, pointer, pointer, *[pointer] * 4]
     lib.rollout_calls.restype = None

@@ -19,7 +19,7 @@ from torch import nn
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
-from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.attention import Backend, Scores, plain_scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import PagedKV
 
@@ -73,7 +73,9 @@ class NativeDecoder:
         dtypes = {parameter.dtype for parameter in module.parameters()}
         _need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
         self.inputs = {self.hidden, self.inner, self.heads[0] * self.head_dim}
-        self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
+        scores = plain_scores(asked)
+        _need(scores is not None, "attention with sinks or soft caps")
+        self.attention: list[Scores] = scores or []
         self.parameters = list(module.parameters())
         self.addresses: list[int] = []
         self._structs: Any = None
@@ -105,7 +107,7 @@ class NativeDecoder:
             )  # fmt: skip
             library.rollout_forward(team, ctypes.byref(forward))
         else:
-            self._layer_by_layer(between, layers, team, lambda i: backend.attend(i, q, k, v, batch, kv, *self.attention[i]))
+            self._layer_by_layer(between, layers, team, lambda i: backend.attend(i, q, k, v, batch, kv, self.attention[i]))
         return self._logits(x[batch.logits_at[: batch.num_logits]], team)
 
     def weights_moved(self) -> None:

@@ -147,18 +147,18 @@ def callers(module: nn.Module) -> Iterator[Callers]:
 
 @cache
 def _in_whole_vectors(plain: Any) -> type[nn.Module]:
-    """Return a subclass of `plain` whose forward runs under `WholeVectors`."""
+    """Return a subclass of `plain` whose calls run under `WholeVectors`: also of an instance with a forward of its own."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @wraps(plain.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @wraps(plain.__call__)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with WholeVectors():
-            return plain.forward(self, *args, **kwargs)
+            return plain.__call__(self, *args, **kwargs)
 
     def reduce(self: nn.Module) -> tuple[Any, ...]:
         return _empty, (plain,), self.__dict__
 
-    members = {"forward": forward, "plain_class": plain, "__reduce__": reduce, "__doc__": plain.__doc__}
+    members = {"__call__": call, "plain_class": plain, "__reduce__": reduce, "__doc__": plain.__doc__}
     return type(plain.__name__, (plain,), {**members, "__module__": plain.__module__})
 
 

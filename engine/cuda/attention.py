@@ -20,7 +20,7 @@ import torch
 from rollout.engine.cuda import tiles as cutting
 from rollout.engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
 from rollout.engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
-from rollout.engine.forward.attention import CannotAttend, StepCapacity
+from rollout.engine.forward.attention import CannotAttend, Scores, StepCapacity
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.fp8 import is_fp8, scales_as
 from rollout.engine.kv.pages import PagedKV
@@ -79,11 +79,11 @@ class TritonAttention:
         self._converts = device.type == "cuda" and limits.capability >= CONVERTS_FP8
         """whether the device converts e4m3"""
         try:
-            self.launches: Launches = choose(capacity.group, capacity.head_dim, capacity.itemsize, limits)
+            self.launches: Launches = choose(capacity.group, capacity.widest, capacity.itemsize, limits)
         except ValueError as error:
             raise TritonUnavailable(str(error)) from error
         """for small and for large tiles"""
-        self.launches_in_fp8 = with_codes(self.launches, capacity.head_dim, limits.capability)
+        self.launches_in_fp8 = with_codes(self.launches, capacity.widest, limits.capability)
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
         """programs that run at the same time per KV head, for small and for large tiles"""
@@ -96,8 +96,8 @@ class TritonAttention:
         length = int(self._starts[-1]) + capacity.rows * capacity.columns
         self._host = torch.zeros(length, dtype=torch.int32, pin_memory=on_device)
         self._arrays = torch.zeros(length, dtype=torch.int32, device=device)
-        self.partial = torch.empty((self.max_parts, capacity.q_heads, capacity.head_dim), device=device)
-        """[parts, q_heads, head_dim] fp32: result of one chunk each, not divided by its sum yet"""
+        self.partial = torch.empty((self.max_parts, capacity.q_heads, capacity.value_dim), device=device)
+        """[parts, q_heads, value_dim] fp32: result of one chunk each, not divided by its sum yet"""
         self.sums = torch.empty((self.max_parts, capacity.q_heads, 2), device=device)
         """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of each partial result"""
         self._sent: Any = torch.cuda.Event() if on_device else None
@@ -148,52 +148,56 @@ class TritonAttention:
         value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         if key is None or value is None:
-            return self.attend_stored(layer, query, batch, kv, scaling, window)
-        (padded, heads, dim), data = key.shape, kv.data
+            return self.attend_stored(layer, query, batch, kv, scores)
+        (padded, heads, dim), data, width = key.shape, kv.data, value.shape[2]
         assert key.stride(2) == value.stride(2) == 1
         self._kernels.store[(padded,)](
             key, value, data, scales_as(data, torch.int16), batch.attention.slots, begin_of(layer, kv), data.stride(0),
             *key.stride()[:2], *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim,
-            DIM_PAD=power_of_two(max(dim, 16)), BLOCK=kv.block_size, FP8=is_fp8(data),
+            DIM_PAD=power_of_two(max(dim, width, 16)), VALUE=width, BLOCK=kv.block_size, FP8=is_fp8(data),
         )  # fmt: skip
-        return self.attend_stored(layer, query, batch, kv, scaling, window)
+        return self.attend_stored(layer, query, batch, kv, scores)
 
     def slots_of(self, batch: Batch) -> torch.Tensor:
         """Return [P …] int32 on the device: slots for K and V of each token; -1 for padding."""
         slots: torch.Tensor = batch.attention.slots
         return slots
 
-    def attend_stored(
-        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
-    ) -> torch.Tensor:
+    def attend_stored(self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores) -> torch.Tensor:
         """Do the same as `attend` for a step whose K and V are in the pool."""
         arrays: Prepared = batch.attention
         (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
         assert query.stride(2) == 1
-        group, block, data = q_heads // heads, kv.block_size, kv.data
+        group, block, data, width = q_heads // heads, kv.block_size, kv.data, self.capacity.value_dim
         layer_at, stride = begin_of(layer, kv), data.stride(0)
-        shape = {"HEADS": heads, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
+        values = {
+            "HEADS": heads, "VALUE": width, "VALUE_PAD": power_of_two(max(width, 16)), "SINKS": scores.sinks is not None,
+        }  # fmt: skip
+        shape = {**values, "DIM": dim, "DIM_PAD": power_of_two(max(dim, 16))}
+        cap, window = scores.softcap, scores.window
+        scaling, before = (cap or scores.scaling) * LOG2E, scores.scaling / cap if cap else 0.0
+        sinks = self.sums if scores.sinks is None else scores.sinks
+        assert scores.sinks is None or sinks.shape == (q_heads,)
         chunks = {"CHUNK": chunk_tokens(block), "SPAN": cutting.SPAN_CHUNKS}
         kept = {"FP8": is_fp8(data), "NATIVE": self._converts}
-        out = torch.empty((padded, q_heads, dim), dtype=query.dtype, device=query.device)
+        out = torch.empty((padded, q_heads, width), dtype=query.dtype, device=query.device)
         kernels, (*attends, merges) = self._kernels, arrays.launched
         for kind, launch in enumerate(self.launches_in_fp8 if is_fp8(data) else self.launches):
             if attends[kind]:
                 kernels.attend[(self.groups[kind] * heads,)](
                     query, out, data, scales_as(data, torch.int32), arrays.table, arrays.positions, arrays.parts,
                     self.partial, self.sums, (arrays.small, arrays.large)[kind], arrays.counts[kind:],
-                    layer_at, stride, *query.stride()[:2], out.stride(0), scaling * LOG2E, window,
+                    layer_at, stride, *query.stride()[:2], out.stride(0), scaling, window, before, sinks, CAP=cap != 0,
                     GROUP=group, BLOCK=block, M=launch.rows, N=launch.keys, COLUMNS=COLUMNS, WIDEN=query.device.type == "cpu",
                     num_warps=launch.warps, num_stages=launch.stages, **shape, **chunks, **kept, **EXACT,
                 )  # fmt: skip
         if merges or padded > batch.num_tokens:
             kernels.merge[(padded, heads)](
-                out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window,
-                GROUP=group, GROUP_PAD=power_of_two(group), **shape, **chunks, **EXACT,
+                out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window, sinks,
+                GROUP=group, GROUP_PAD=power_of_two(group), **values, **chunks, **EXACT,
             )  # fmt: skip
         return out
 
@@ -201,7 +205,7 @@ class TritonAttention:
 class PreparedKinds(NamedTuple):
     """`Prepared` of each kind of layer."""
 
-    of: dict[tuple[int, int, int], Prepared]
+    of: dict[tuple[int, int, int, int], Prepared]
     launched: tuple[bool, bool, bool]
     """kernels that any of them launches"""
 
@@ -215,11 +219,12 @@ class TritonByShape:
         """Raise TritonUnavailable."""
         self.capacity = capacity
         self._kinds = {
-            (each.q_heads, each.kv_heads, each.head_dim): TritonAttention(device, each, programs) for each in capacity.each()
+            (each.q_heads, each.kv_heads, each.head_dim, each.value_dim): TritonAttention(device, each, programs)
+            for each in capacity.each()
         }
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{q} over {kv} heads of {dim}" for q, kv, dim in self._kinds)
+        kinds = ", ".join(f"{q} over {kv} heads of {dim}" for q, kv, dim, _ in self._kinds)
         return f"{next(iter(self._kinds.values()))}, {kinds}"
 
     def prepare(self, batch: Batch, kv: PagedKV) -> PreparedKinds:
@@ -236,13 +241,12 @@ class TritonByShape:
         value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
-        kind = (query.shape[1], *kv.geometry.shapes[layer][:2])
+        kind = (query.shape[1], *kv.geometry.shapes[layer])
         prepared: PreparedKinds = batch.attention
         own = replace(batch, attention=prepared.of[kind]._replace(launched=prepared.launched))
-        return self._kinds[kind].attend(layer, query, key, value, own, kv, scaling, window)
+        return self._kinds[kind].attend(layer, query, key, value, own, kv, scores)
 
 
 def triton_attention(device: torch.device, capacity: StepCapacity) -> TritonAttention | TritonByShape:
@@ -282,5 +286,5 @@ def _limits(device: torch.device) -> tuple[LaunchLimits, int]:
 
 def parts_for(memory: int, capacity: StepCapacity) -> int:
     """Return the number of partial results for which a device with this many bytes has room."""
-    of_one = 4 * capacity.q_heads * (capacity.head_dim + 2)
+    of_one = 4 * capacity.q_heads * (capacity.value_dim + 2)
     return max(PARTS_OF_A_ROW * capacity.rows, memory // PARTIAL_SHARE // of_one)

@@ -4,10 +4,10 @@
     attend   tiles: queries × chunks of a block table; writes the output, or one partial result per chunk
     merge    partial results of a token, in the order of chunks
 
-Layout in a block: K and V as [kv_heads, block_size, head_dim], as in the reference. A tile has rows token · group + head: the
-query heads of one KV head together, so that each K and V is read once for all of them. With FP8, these are codes, followed by
-the scales of K and of V, two per word (`rollout.engine.kv.fp8`): scores are multiplied by the scales of K, weights by those of
-V.
+Layout in a block: K as [kv_heads, block_size, DIM] and V as [kv_heads, block_size, VALUE], as in the reference. A tile has rows
+token · group + head: the query heads of one KV head together, so that each K and V is read once for all of them. With FP8,
+these are codes, followed by the scales of K and of V, two per word (`rollout.engine.kv.fp8`): scores are multiplied by the
+scales of K, weights by those of V.
 
 `attend` runs as many programs as fill the device; each processes tile after tile with one KV head, in the order of
 `tiles.deal`. The number of tiles is read from memory, so one CUDA graph serves every step of its batch size.
@@ -65,48 +65,52 @@ def decoded(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def scales_at(block, layer_at, block_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the word of the pool where the scales [HEADS, BLOCK] of a block begin, after the codes of K and V."""
-    return block.to(tl.int64) * (block_stride // 4) + (layer_at + 2 * HEADS * BLOCK * DIM) // 4
+def scales_at(block, layer_at, block_stride, CODES: tl.constexpr):
+    """Return the word of the pool where the scales [HEADS, BLOCK] of a block begin, after the CODES codes of K and V."""
+    return block.to(tl.int64) * (block_stride // 4) + (layer_at + CODES) // 4
 
 
 @triton.jit
 def store_scales(
     halves, scales, which, slot, layer_at, block_stride,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Store the scales of a token's K (which = 0) or V (1), [HEADS_PAD]. Slots below zero are padding."""
     head = tl.arange(0, HEADS_PAD)
-    word = scales_at(slot // BLOCK, layer_at, block_stride, HEADS, DIM, BLOCK) + head * BLOCK + slot % BLOCK
+    word = scales_at(slot // BLOCK, layer_at, block_stride, CODES) + head * BLOCK + slot % BLOCK
     tl.store(halves + 2 * word + which, scales, mask=(head < HEADS) & (slot + 0 * head >= 0))
 
 
 @triton.jit
 def store(
     key, value, data, halves, slots, layer_at, block_stride, k_token, k_head, v_token, v_head,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Runs one program per token. Slots below zero are padding. halves: the pool as int16, for scales."""
+    """Runs one program per token. Slots below zero are padding. halves: the pool as int16, for scales. DIM_PAD ≥ DIM, VALUE."""
+    CODES: tl.constexpr = HEADS * BLOCK * (DIM + VALUE)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]
     slot = tl.load(slots + token) + 0 * head
     d = tl.arange(0, DIM_PAD)[None]
-    ok = (head < HEADS) & (d < DIM) & (slot >= 0)
-    at = (slot // BLOCK).to(tl.int64) * block_stride + layer_at + (head * BLOCK + slot % BLOCK) * DIM + d
-    k = tl.load(key + token * k_token + head * k_head + d, mask=ok, other=0.0)
-    v = tl.load(value + token * v_token + head * v_head + d, mask=ok, other=0.0)
+    ok = (head < HEADS) & (slot >= 0)
+    k_ok, v_ok = ok & (d < DIM), ok & (d < VALUE)
+    begin = (slot // BLOCK).to(tl.int64) * block_stride + layer_at
+    k_at = begin + (head * BLOCK + slot % BLOCK) * DIM + d
+    v_at = begin + HEADS * BLOCK * DIM + (head * BLOCK + slot % BLOCK) * VALUE + d
+    k = tl.load(key + token * k_token + head * k_head + d, mask=k_ok, other=0.0)
+    v = tl.load(value + token * v_token + head * v_head + d, mask=v_ok, other=0.0)
     if FP8:
         k, v = k.to(tl.float32), v.to(tl.float32)
         k_scale, k_factor = scale_of(tl.max(magnitude(k), 1))
         v_scale, v_factor = scale_of(tl.max(magnitude(v), 1))
-        tl.store(data + at, coded(k, k_factor[:, None]), mask=ok)
-        tl.store(data + at + HEADS * BLOCK * DIM, coded(v, v_factor[:, None]), mask=ok)
-        store_scales(halves, k_scale, 0, tl.load(slots + token), layer_at, block_stride, HEADS, HEADS_PAD, DIM, BLOCK)
-        store_scales(halves, v_scale, 1, tl.load(slots + token), layer_at, block_stride, HEADS, HEADS_PAD, DIM, BLOCK)
+        tl.store(data + k_at, coded(k, k_factor[:, None]), mask=k_ok)
+        tl.store(data + v_at, coded(v, v_factor[:, None]), mask=v_ok)
+        store_scales(halves, k_scale, 0, tl.load(slots + token), layer_at, block_stride, HEADS, HEADS_PAD, BLOCK, CODES)
+        store_scales(halves, v_scale, 1, tl.load(slots + token), layer_at, block_stride, HEADS, HEADS_PAD, BLOCK, CODES)
     else:
-        tl.store(data + at, k.to(data.dtype.element_ty), mask=ok)
-        tl.store(data + at + HEADS * BLOCK * DIM, v.to(data.dtype.element_ty), mask=ok)
+        tl.store(data + k_at, k.to(data.dtype.element_ty), mask=k_ok)
+        tl.store(data + v_at, v.to(data.dtype.element_ty), mask=v_ok)
 
 
 @triton.jit
@@ -129,9 +133,9 @@ def merged(top, total, acc, m, s, a):
 
 
 @triton.jit
-def write(partial, sums, place, m, s, a, live, real, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def write(partial, sums, place, m, s, a, live, real, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr):
     """Write a partial result of each row: maximum m, sum s of its weights, weighted sum a."""
-    at = place[:, None] * DIM + tl.arange(0, DIM_PAD)[None]
+    at = place[:, None] * VALUE + tl.arange(0, VALUE_PAD)[None]
     tl.store(partial + at, a, mask=live[:, None] & real[None])
     tl.store(sums + place * 2, m, mask=live)
     tl.store(sums + place * 2 + 1, s, mask=live)
@@ -146,8 +150,38 @@ def times(one, other, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr):
-    return tl.full((M,), MASKED, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, DIM_PAD), tl.float32)
+def nothing(M: tl.constexpr, VALUE_PAD: tl.constexpr):
+    return tl.full((M,), MASKED, tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, VALUE_PAD), tl.float32)
+
+
+@triton.jit
+def bent(x):
+    """Return tanh x, as `rollout.engine.forward.reference.tanh` does: no function of a device."""
+    size = tl.minimum(tl.abs(x), 10.0)
+    turns = tl.floor(size * 2.8853900817779268 + 0.5)  # 2 / log 2
+    s = (2.0 * size - turns * 0.693145751953125) - turns * 1.428606765330187045e-06
+    u = 0.000198527617612853646278381 * s + 0.00139304355252534151077271
+    u = u * s + 0.00833336077630519866943359
+    u = u * s + 0.0416664853692054748535156
+    u = u * s + 0.166666671633720397949219
+    u = u * s + 0.5
+    rest = s * s * u + s  # e^2|x| = 2^turns · (1 + rest)
+    scale = ((turns.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    less_one = scale * rest + (scale - 1.0)
+    made = less_one / (less_one + 2.0)
+    return tl.where(x < 0, -made, tl.where(x == x, made, x))
+
+
+@triton.jit
+def finished(top, total, acc, sinks, q_head, live, SINKS: tl.constexpr):
+    """Return the weighted sums acc of each row with maximum `top` over their sum `total`, to which a sink adds its part."""
+    if SINKS:
+        sink = tl.load(sinks + q_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        kept = tl.exp2(top - higher)
+        total = total * kept + tl.exp2(sink - higher)
+        acc = acc * kept[:, None]
+    return acc / tl.where(total > 0, total, 1.0)[:, None]  # empty rows are zero
 
 
 @triton.jit
@@ -181,29 +215,39 @@ def first_chunk(position, live, last, window, CHUNK: tl.constexpr):
 
 @triton.jit
 def turned(
-    m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window, before,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
+    NATIVE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Call `met` with N keys read from the pool."""
+    """Call `met` with N keys read from the pool. CAP: products times `before` go through tanh."""
     PER: tl.constexpr = (CHUNK + N - 1) // N
     d = tl.arange(0, DIM_PAD)
-    real = d < DIM
+    e = tl.arange(0, VALUE_PAD)
     inside = turn % PER * N + tl.arange(0, N)
     n = turn // PER * CHUNK + inside
     there = (n <= last) & (inside < CHUNK)
     block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
     at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
-    k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & real[:, None], other=0)
-    v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + d[None], mask=there[:, None] & real[None], other=0)
+    k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & (d < DIM)[:, None], other=0)
+    if VALUE != DIM:
+        at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * VALUE
+    v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + e[None], mask=there[:, None] & (e < VALUE)[None], other=0)
     v_scale = 1.0
     if FP8:
         word = tl.load(
-            words + scales_at(block, layer_at, block_stride, HEADS, DIM, BLOCK) + head * BLOCK + n % BLOCK, mask=there, other=0
-        )
+            words + scales_at(block, layer_at, block_stride, HEADS * BLOCK * (DIM + VALUE)) + head * BLOCK + n % BLOCK,
+            mask=there, other=0,
+        )  # fmt: skip
         v_scale = ((word >> 16) << 16).to(tl.float32, bitcast=True)
         k, v = decoded(k, NATIVE).to(q.dtype), decoded(v, NATIVE).to(q.dtype)
-        scores = times(q, k, WIDEN) * scaling * (word << 16).to(tl.float32, bitcast=True)[None]
+        k_scale = (word << 16).to(tl.float32, bitcast=True)[None]
+        if CAP:
+            scores = bent(times(q, k, WIDEN) * before * k_scale) * scaling
+        else:
+            scores = times(q, k, WIDEN) * scaling * k_scale
+    elif CAP:
+        scores = bent(times(q, k, WIDEN) * before) * scaling
     else:
         scores = times(q, k, WIDEN) * scaling
     seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
@@ -213,7 +257,7 @@ def turned(
 @triton.jit
 def leave(
     partial, sums, places, since, until, seen_from, whole, m, s, a, live, real, M: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
 ):  # fmt: skip
     """Write the result of a span as one partial result if it is complete; write zeros for its chunks without their own partial
     result: those before the window or included in the span's."""
@@ -221,24 +265,26 @@ def leave(
         place = places + chunk * ROWS
         tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
     if whole:
-        write(partial, sums, places + since * ROWS, m, s, a, live, real, DIM, DIM_PAD)
+        write(partial, sums, places + since * ROWS, m, s, a, live, real, VALUE, VALUE_PAD)
 
 
 @triton.jit
 def attend(
     query, out, data, words, table, positions, parts, partial, sums, tiles, num_tiles,
-    layer_at, block_stride, q_token, q_head, out_token, scaling, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
-    FP8: tl.constexpr, NATIVE: tl.constexpr,
+    layer_at, block_stride, q_token, q_head, out_token, scaling, window, before, sinks,
+    CAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Process tile after tile, span by span: one loop over the keys of a span, so that copies continue across its chunks.
     Chunks are merged into spans, spans into the tile. words: the pool as int32, for scales. scaling: of scores, times log2(e).
-    window: 0 = all."""
+    window: 0 = all. CAP: a soft cap: products times `before` go through tanh, and `scaling` is the cap, times log2(e). SINKS:
+    sinks [q_heads]."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
     row = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
-    real = d < DIM
+    e = tl.arange(0, VALUE_PAD)
+    real = e < VALUE
     for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
         head = work % HEADS
         first, tokens, blocks, begin, end, split = fields(tiles + (work // HEADS) * COLUMNS, table)
@@ -246,67 +292,67 @@ def attend(
         token = (first + row // GROUP).to(tl.int64)
         q_of = head * GROUP + row % GROUP
         position = tl.load(positions + token, mask=live, other=-1)
-        both = live[:, None] & real[None]
-        q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=both, other=0.0)
+        mask = live[:, None] & (d < DIM)[None]
+        q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=mask, other=0.0)
         places = tl.load(parts + token, mask=live, other=0).to(tl.int64) * (HEADS * GROUP) + q_of
         last = tl.max(position)
         seen_from = first_chunk(position, live, last, window, CHUNK)
-        top, total, acc = nothing(M, DIM_PAD)
+        top, total, acc = nothing(M, VALUE_PAD)
         for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
             since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)
             whole = (since == span * SPAN) & ((until == span * SPAN + SPAN) | (until > last // CHUNK))
-            span_top, span_total, span_acc = nothing(M, DIM_PAD)
-            m, s, a = nothing(M, DIM_PAD)
+            span_top, span_total, span_acc = nothing(M, VALUE_PAD)
+            m, s, a = nothing(M, VALUE_PAD)
             turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
             for turn in range(tl.maximum(since, seen_from) * PER, turns):
                 m, s, a = turned(
                     m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window,
-                    HEADS, DIM, DIM_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8, NATIVE,
+                    before, HEADS, DIM, DIM_PAD, VALUE, VALUE_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8, NATIVE, CAP,
                 )  # fmt: skip
                 if (turn % PER == PER - 1) | (turn == turns - 1):
                     if (split != 0) & (whole == 0):
-                        write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, real, DIM, DIM_PAD)
+                        write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, real, VALUE, VALUE_PAD)
                     span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
-                    m, s, a = nothing(M, DIM_PAD)
+                    m, s, a = nothing(M, VALUE_PAD)
             if split != 0:
                 leave(partial, sums, places, since, until, seen_from, whole, span_top, span_total, span_acc, live, real,
-                      M, HEADS * GROUP, DIM, DIM_PAD)  # fmt: skip
+                      M, HEADS * GROUP, VALUE, VALUE_PAD)  # fmt: skip
             top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # empty rows, and rows that another tile writes
-        where = out + token[:, None] * out_token + q_of[:, None] * DIM + d[None]
-        tl.store(where, result, mask=both & (split + 0 * row == 0)[:, None])
+        result = finished(top, total, acc, sinks, q_of, live, SINKS)
+        where = out + token[:, None] * out_token + q_of[:, None] * VALUE + e[None]
+        tl.store(where, result, mask=live[:, None] & real[None] & (split + 0 * row == 0)[:, None])
 
 
 @triton.jit
 def merge(
-    out, positions, parts, partial, sums, out_token, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    out, positions, parts, partial, sums, out_token, window, sinks,
+    SINKS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Runs one program per token and KV head: sums the partial results of `attend` in the same order as a tile does."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.load(parts + token)
     g = tl.arange(0, GROUP_PAD)
-    d = tl.arange(0, DIM_PAD)
-    both = (g < GROUP)[:, None] & (d < DIM)[None]
+    e = tl.arange(0, VALUE_PAD)
+    both = (g < GROUP)[:, None] & (e < VALUE)[None]
     position = tl.load(positions + token)
     begin = tl.where(window > 0, tl.maximum(0, position - window + 1) // CHUNK, 0)
     chunks = tl.where(part >= 0, position // CHUNK + 1, 0)
     top = tl.full((GROUP_PAD,), MASKED, tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
-    acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    acc = tl.zeros((GROUP_PAD, VALUE_PAD), tl.float32)
     for span in range(begin // SPAN, tl.cdiv(chunks, SPAN)):
         span_top = tl.full((GROUP_PAD,), MASKED, tl.float32)
         span_total = tl.zeros((GROUP_PAD,), tl.float32)
-        span_acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+        span_acc = tl.zeros((GROUP_PAD, VALUE_PAD), tl.float32)
         for chunk in range(span * SPAN, tl.minimum(span * SPAN + SPAN, chunks)):
             place = (part + chunk).to(tl.int64) * (HEADS * GROUP) + head * GROUP + g
             s = tl.load(sums + place * 2 + 1, mask=g < GROUP, other=0.0)
             m = tl.load(sums + place * 2, mask=s != 0, other=MASKED)
-            a = tl.load(partial + place[:, None] * DIM + d[None], mask=both & (s != 0)[:, None], other=0.0)
+            a = tl.load(partial + place[:, None] * VALUE + e[None], mask=both & (s != 0)[:, None], other=0.0)
             span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
         top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # padding's is zero
+    result = finished(top, total, acc, sinks, head * GROUP + g, g < GROUP, SINKS)  # padding's is zero
     mine = both & (part + 0 * g != -1)[:, None]
-    tl.store(out + token * out_token + (head * GROUP + g)[:, None] * DIM + d[None], result, mask=mine)
+    tl.store(out + token * out_token + (head * GROUP + g)[:, None] * VALUE + e[None], result, mask=mine)

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.memory import CudaMemory
-from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.attention import Backend, Scores, plain_scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.fp8 import is_fp8, scales_as
 from rollout.engine.kv.pages import PagedKV
@@ -44,9 +44,7 @@ class StoredAttention(Protocol):
 
     def slots_of(self, batch: Batch) -> torch.Tensor: ...
 
-    def attend_stored(
-        self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scaling: float, window: int
-    ) -> torch.Tensor: ...
+    def attend_stored(self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores) -> torch.Tensor: ...
 
 
 class NotFused(Exception):
@@ -76,7 +74,9 @@ class FusedDecoder:
         self.q_heads, self.kv_heads = (each.out_features // self.dim for each in (first.q_proj, first.k_proj))
         _need(self.dim % 2 == 0, f"heads of an odd size, {self.dim}")
         self.norms_heads = hasattr(first, "q_norm")
-        self.attention = [(asked[i]["scaling"], asked[i]["window"]) for i in range(len(self.body.layers))]
+        scores = plain_scores(asked)
+        _need(scores is not None, "attention with sinks or soft caps")
+        self.attention: list[Scores] = scores or []
         self.kernels, self.product = kernels, product
         self.stack()
 
@@ -114,7 +114,7 @@ class FusedDecoder:
         normed = self._norm(None, residual, layers[0].input_layernorm)
         for i, layer in enumerate(layers):
             query = self._query(i, layer.self_attn, normed, cos, sin, batch, kv, attention)
-            attended = attention.attend_stored(i, query, batch, kv, *self.attention[i])
+            attended = attention.attend_stored(i, query, batch, kv, self.attention[i])
             out = layer.self_attn.o_proj
             made = self.product(attended.flatten(1), out.weight, out.bias)
             normed = self._norm(made, residual, layer.post_attention_layernorm)

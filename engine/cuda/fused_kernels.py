@@ -85,7 +85,7 @@ def rope_store(
         scales, factor = scale_of(tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1)))
         tl.store(data + place, coded(low, factor[:, None]), mask=kept)
         tl.store(data + place + HALF, coded(high, factor[:, None]), mask=kept)
-        store_scales(halves, scales, kind - 1, slot, layer_at, block_stride, HEADS, HEADS_PAD, DIM, BLOCK)
+        store_scales(halves, scales, kind - 1, slot, layer_at, block_stride, HEADS, HEADS_PAD, BLOCK, 2 * HEADS * BLOCK * DIM)
     else:
         tl.store(data + place, low.to(data.dtype.element_ty), mask=kept)
         tl.store(data + place + HALF, high.to(data.dtype.element_ty), mask=kept)

@@ -8,6 +8,7 @@ transformers calls it with q, k, v of each layer and passes keyword arguments of
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -41,8 +42,18 @@ class StepCapacity:
     """0: layers differ"""
     itemsize: int
     """bytes of a number of K and V"""
-    different: tuple[tuple[int, int, int], ...] = ()
-    """(q_heads, kv_heads, head_dim) of each kind of layer, if they differ"""
+    other_value_dim: int | None = None
+    """width of V; None: the same as of K"""
+    different: tuple[tuple[int, int, int, int], ...] = ()
+    """(q_heads, kv_heads, head_dim, value_dim) of each kind of layer, if they differ"""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.other_value_dim is None else self.other_value_dim
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
 
     @property
     def group(self) -> int:
@@ -62,13 +73,40 @@ class StepCapacity:
             kv_heads=kinds[0][1] if even else 0,
             head_dim=kinds[0][2] if even else 0,
             itemsize=model.geometry.dtype.itemsize,
+            other_value_dim=kinds[0][3] if even and kinds[0][3] != kinds[0][2] else None,
             different=() if even else kinds,
         )
 
     def each(self) -> tuple[StepCapacity, ...]:
         """Return the capacity for each kind of layer."""
-        kinds = self.different or ((self.q_heads, self.kv_heads, self.head_dim),)
-        return tuple(replace(self, q_heads=q, kv_heads=kv, head_dim=dim, different=()) for q, kv, dim in kinds)
+        kinds = self.different or ((self.q_heads, self.kv_heads, self.head_dim, self.value_dim),)
+        return tuple(
+            replace(self, q_heads=q, kv_heads=kv, head_dim=k, other_value_dim=None if v == k else v, different=())
+            for q, kv, k, v in kinds
+        )
+
+
+class Scores(NamedTuple):
+    """What a layer does with the products of its queries and keys, before and in the softmax."""
+
+    scaling: float
+    window: int = 0
+    """a query attends to its own and the window - 1 previous positions; 0 = to all"""
+    softcap: float = 0.0
+    """scores become softcap · tanh(score / softcap) before the mask; 0 = they stay"""
+    sinks: torch.Tensor | None = None
+    """[q_heads] on the device: one more score per query head, which takes its share of the weights and has no value"""
+
+
+def plain_scores(asked: dict[int, dict[str, Any]]) -> list[Scores] | None:
+    """Return the scores of each layer for a decoder that computes no soft caps and no sinks; None if a layer has one.
+
+    Args:
+        asked: attention arguments of each layer (`AttentionProbe.layers`).
+    """
+    if any(each.get("softcap") or each.get("sinks") for each in asked.values()):
+        return None
+    return [Scores(asked[i]["scaling"], asked[i]["window"]) for i in sorted(asked)]
 
 
 class Backend(Protocol):
@@ -91,8 +129,7 @@ class Backend(Protocol):
         value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         """Write the step's K and V into `kv`, then attend.
 
@@ -101,7 +138,6 @@ class Backend(Protocol):
             query: [P, q_heads, head_dim], P = padded tokens, any strides.
             key: [P, kv_heads, head_dim]; None: K and V are in the pool, since another layer stored the same ones in this step.
             value: [P, kv_heads, value_dim]; None with `key`.
-            window: 0 = unlimited.
 
         Returns:
             [P, q_heads, value_dim], zero for padding.
@@ -123,7 +159,8 @@ class AttentionCall:
 
     __slots__ = ("backend", "batch", "kv", "places")
 
-    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, places: dict[int, KVPlace]) -> None:
+    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, places: Mapping[int, KVPlace]) -> None:
+        """places: of each decoder layer with attention."""
         self.backend = backend
         self.batch = batch
         self.kv = kv
@@ -155,11 +192,13 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     rollout: AttentionCall | AttentionProbe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, q_heads, P, head_dim], key [1, kv_heads, P, head_dim], value [1, kv_heads, P,
-    value_dim] → [1, P, q_heads, value_dim]."""
+    value_dim], s_aux [q_heads] the sinks → [1, P, q_heads, value_dim]."""
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -179,6 +218,8 @@ def paged_attention(
             "query_dim": query.shape[3],
             "window": sliding_window or 0,
             "scaling": scaling,
+            "softcap": softcap or 0.0,
+            "sinks": None if s_aux is None else tuple(s_aux.shape),
             "masked": attention_mask is not None,
             "causal": getattr(module, "is_causal", True),
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
@@ -187,7 +228,8 @@ def paged_attention(
     at, stores = rollout.places[layer]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     new_k, new_v = (k, v) if stores else (None, None)
-    out = rollout.backend.attend(at, q, new_k, new_v, rollout.batch, rollout.kv, scaling, sliding_window or 0)
+    scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    out = rollout.backend.attend(at, q, new_k, new_v, rollout.batch, rollout.kv, scores)
     return out[None], None
 
 

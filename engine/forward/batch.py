@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rollout.engine.forward.sampling import SamplingBatch
+from rollout.engine.kv.states import StateRows
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.scheduling.plan import Plan
 
@@ -45,6 +46,8 @@ class Batch:
     """one entry per draw"""
     attention: Any = None
     """metadata that the attention backend prepared for this step"""
+    states: StateRows | None = None
+    """slots of recurrent state; None: the model has none"""
 
     @staticmethod
     def build(
@@ -84,6 +87,7 @@ class Batch:
             logits_at=wanted_at,
             num_logits=len(logits_at),
             sampling=SamplingBatch.build(plan),
+            states=StateRows(query_starts, plan.state_reads, plan.state_writes) if len(plan.state_writes) else None,
         )
 
 

@@ -21,8 +21,10 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.random_weights import load_module
+from rollout.engine.forward.recurrence import Recurrence
 from rollout.engine.forward.shapes import is_random
 from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
+from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.weights.offload import OffloadedModel
 
@@ -70,8 +72,8 @@ class ModelLike(Protocol):
     vocab_size: int
     context: int
     """tokens of the longest sequence"""
-    heads: Sequence[tuple[int, int, int]]
-    """(q_heads, kv_heads, head_dim) of each attention layer"""
+    heads: Sequence[tuple[int, int, int, int]]
+    """(q_heads, kv_heads, head_dim, value_dim) of each layer with attention"""
     device: torch.device
     geometry: KVGeometry
     eos_token_ids: frozenset[int]
@@ -188,6 +190,11 @@ def weights_moved(model: ModelLike) -> None:
         model.decoder.weights_moved()
 
 
+def states_of(model: ModelLike) -> StateGeometry | None:
+    """Return the shapes of a model's recurrent state; None: it has none."""
+    return getattr(model, "states", None)
+
+
 def streamed_of(model: ModelLike) -> OffloadedModel | None:
     """Return the weight offload of a model; None: all layers are on the device."""
     return getattr(model, "streamed", None)
@@ -200,18 +207,21 @@ class Model:
     def __init__(self, module: PreTrainedModel, name: str, streamed: OffloadedModel | None = None) -> None:
         config = module.config.get_text_config()
         _refuse_config(config, name)
-        if not getattr(module, "_supports_attention_backend", False):
-            raise UnsupportedModel(f"{name} ({type(module).__name__}): does not support transformers' attention interface")
         self.module = module.eval().requires_grad_(False)
         self.name = name
         self.streamed = streamed
         self.device = module.device
         self.vocab_size, self.context = _sizes(module, config, name)
-        self.asked = _probe(self.module, config, name)
-        """attention arguments of each layer"""
-        self.geometry, self.places = geometry_of(self.asked, module.dtype)
-        self.heads: Sequence[tuple[int, int, int]] = [
-            (each["q_heads"], each["kv_heads"], each["head_dim"]) for each in self.asked.values()
+        asked, recurrence = _probe(self.module, config, name)
+        self.asked = dict(enumerate(asked.values()))
+        """attention arguments of each layer with attention, counted from 0"""
+        self.recurrence = recurrence
+        self.states = _geometry_of_states(recurrence, config, name)
+        """shapes of the recurrent state of a sequence; None: it has none"""
+        self.geometry, self.places = geometry_of(asked, module.dtype)
+        """places: of the KV of each decoder layer with attention"""
+        self.heads: Sequence[tuple[int, int, int, int]] = [
+            (each["q_heads"], each["kv_heads"], each["head_dim"], each["value_dim"]) for each in asked.values()
         ]
         self.eos_token_ids = _eos(module)
         self.decoder: NativeLayers | None = None
@@ -240,13 +250,21 @@ class Model:
         return logits
 
 
+WITHOUT_TOKENS = frozenset(("moe", "mlp"))
+"""types of layers that mix no tokens"""
+LAYER_TYPES = frozenset(
+    ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", *WITHOUT_TOKENS)
+)
+"""types of layers that a probe and the self-check can judge; others mask what short texts do not reach"""
+
+
 def _refuse_config(config: Any, name: str) -> None:
     """Raise UnsupportedModel for features that a probe of the attention function would not show."""
 
     def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
 
-    for kind in set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}:
+    for kind in sorted(set(getattr(config, "layer_types", None) or []) - LAYER_TYPES):
         refuse(f"layer type {kind!r}")
     if getattr(config, "is_encoder_decoder", False):
         refuse("an encoder-decoder")
@@ -258,10 +276,15 @@ def _refuse_config(config: Any, name: str) -> None:
             refuse(f"rope type {parameters['rope_type']!r}, whose frequencies depend on the longest sequence of a batch,")
 
 
-def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[str, Any]]:
-    """Install our attention, run two tokens through the model, and return the attention arguments of each layer."""
+def _probe(module: PreTrainedModel, config: Any, name: str) -> tuple[dict[int, dict[str, Any]], Recurrence]:
+    """Install our attention and our recurrence, and run two tokens through the model. Returns the attention arguments of each
+    layer that has attention, in order, and the recurrent mixers."""
     probe = AttentionProbe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=module.device)
+    try:
+        recurrence = Recurrence(module)
+    except ValueError as error:
+        raise UnsupportedModel(f"{name} ({config.model_type}): {error} is not supported") from error
     try:
         module.set_attn_implementation(ATTENTION_NAME)
         with torch.inference_mode():
@@ -270,11 +293,19 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> dict[int, dict[st
         raise UnsupportedModel(
             f"{name} ({config.model_type}): a forward of two tokens with our attention failed: {in_one_line(error)}"
         ) from error
-    _refuse_layers(probe, config, name)
-    return probe.layers
+    _refuse_layers(probe, recurrence, config, name)
+    return dict(sorted(probe.layers.items())), recurrence
 
 
-def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
+def _geometry_of_states(recurrence: Recurrence, config: Any, name: str) -> StateGeometry | None:
+    """Return the shapes of recurrent state that a probe found. Raises UnsupportedModel."""
+    try:
+        return recurrence.geometry()
+    except ValueError as error:
+        raise UnsupportedModel(f"{name} ({config.model_type}): {error} is not supported") from error
+
+
+def _refuse_layers(probe: AttentionProbe, recurrence: Recurrence, config: Any, name: str) -> None:
     """Raise UnsupportedModel for attention that is not supported."""
 
     def refuse(feature: str) -> NoReturn:
@@ -282,11 +313,20 @@ def _refuse_layers(probe: AttentionProbe, config: Any, name: str) -> None:
 
     if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
         refuse(f"attention with {probe.calls[often[0]]} calls in layer {often[0]}, which would overwrite each other's KV,")
-    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
-        refuse(f"attention in {len(probe.layers)} of {config.num_hidden_layers} layers")
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    mixing = {layer for layer, kind in enumerate(types) if kind not in WITHOUT_TOKENS}
+    if (found := set(probe.layers) | recurrence.layers) != mixing or not probe.layers:
+        both = f"attention in {len(probe.layers)} and recurrence in {len(recurrence.layers)}"
+        refuse(
+            f"{both} of {len(mixing)} layers that mix tokens"
+            if recurrence.layers
+            else f"attention in {len(found)} of {len(mixing)} layers"
+        )
     for layer, asked in probe.layers.items():
         for feature in asked["other"]:
             refuse(f"attention feature {feature!r} of layer {layer}")
+        if asked["sinks"] not in (None, (asked["q_heads"],)):
+            refuse(f"attention sinks of shape {asked['sinks']} in layer {layer}")
         if asked["masked"]:
             refuse(f"an attention mask of its own in layer {layer}")
         if not asked["causal"]:

@@ -5,6 +5,10 @@ order, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022):
 
     for block b of the row:    scores  = q · Kᵀ        [tiles, kv_heads, TILE · group, block_size]
                                m', l', acc' from m, l, acc, scores, V
+    after the last one:        l + exp(sink - m)
+
+A soft cap (Bello et al. 2016) is applied to the scores before they are masked. A sink is one more score without a value, added
+to the sum of weights after the last block (Xiao et al. 2023; gpt-oss).
 
 All products have the same shape for every batch, and masked positions add exactly zero. So the result of a query depends
 neither on other queries of its tile or batch nor on the chunking of its prompt. Shared prefixes are read like other blocks;
@@ -21,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import Cells, PagedKV, keys_and_values
 
@@ -57,8 +62,7 @@ class ReferenceAttention:
         value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         keys, values = keys_and_values(kv, layer)
         group = query.shape[1] // keys.numbers.shape[1]
@@ -69,20 +73,18 @@ class ReferenceAttention:
             keys.write(tiles.slots, key[:n])
             values.write(tiles.slots, value[:n])
         padded = torch.cat([query[:n].float(), query.new_zeros(1, *query.shape[1:], dtype=torch.float32)])
-        out = attend_tiles(padded, keys, values, tiles, group, scaling, window)
+        out = attend_tiles(padded, keys, values, tiles, group, scores)
         result = query.new_zeros(*query.shape[:2], values.numbers.shape[3])
         real = tiles.positions >= 0
         result[tiles.queries[real]] = out[real].to(query.dtype)
         return result
 
 
-def attend_tiles(
-    query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTiles, group: int, scaling: float, window: int
-) -> torch.Tensor:
+def attend_tiles(query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTiles, group: int, asked: Scores) -> torch.Tensor:
     """query [T + 1, q_heads, D] fp32 (the last one zero), keys of width D, values of width E → [N, tile, q_heads, E] fp32."""
     n, tile = tiles.queries.shape
     heads, size, dim = keys.numbers.shape[1:]
-    q = query[tiles.queries] * scaling  # [N, tile, q_heads, D]
+    q = query[tiles.queries] * asked.scaling  # [N, tile, q_heads, D]
     q = q.view(n, tile, heads, group, dim).permute(0, 2, 1, 3, 4).reshape(n, heads, tile * group, dim)
     position = tiles.positions.repeat_interleave(group, 1)[:, None, :, None]  # [N, 1, tile · group, 1]
     m = torch.full((n, heads, tile * group, 1), MASKED, device=q.device)
@@ -97,17 +99,39 @@ def attend_tiles(
         unwritten = (where[None] > last[at, None])[:, None, :, None]
         k, v = k.masked_fill(unwritten, 0), v.masked_fill(unwritten, 0)
         seen = where <= position[at]
-        if window:
-            seen &= where > position[at] - window
-        scores = torch.matmul(q[at], k.transpose(-1, -2)).masked_fill(~seen, MASKED)
+        if asked.window:
+            seen &= where > position[at] - asked.window
+        scores = torch.matmul(q[at], k.transpose(-1, -2))
+        if asked.softcap:
+            scores = tanh(scores / asked.softcap) * asked.softcap
+        scores = scores.masked_fill(~seen, MASKED)
         top = torch.maximum(m[at], scores.amax(-1, keepdim=True))
         weights = (scores - top).exp().masked_fill(~seen, 0)
         shrink = (m[at] - top).exp()
         total[at] = total[at] * shrink + weights.sum(-1, keepdim=True)
         acc[at] = acc[at] * shrink + torch.matmul(weights, v)
         m[at] = top
+    if asked.sinks is not None:
+        sink = asked.sinks.float().view(1, heads, 1, group).expand(1, heads, tile, group).reshape(1, heads, tile * group, 1)
+        top = torch.maximum(m, sink)
+        shrink = (m - top).exp()
+        total, acc = total * shrink + (sink - top).exp(), acc * shrink
     out = acc / total.clamp(min=torch.finfo(torch.float32).tiny)
     return out.view(n, heads, tile, group, -1).permute(0, 2, 1, 3, 4).reshape(n, tile, heads * group, -1)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return tanh of fp32 numbers, up to a few roundings, as e / (e + 2) with e = e^2|x| - 1 and the sign of x. Made of sums,
+    products and quotients: torch's own has other bits at the end of a tensor."""
+    size = x.abs().clamp(max=10)
+    n = (size * 2.8853900817779268).round()  # e^2|x| = 2^n · (1 + rest)
+    s = (size * 2 - n * 0.693145751953125) - n * 1.428606765330187045e-06  # log 2 in two parts
+    series = torch.full_like(s, 0.000198527617612853646278381)
+    for coefficient in (0.00139304355252534151, 0.00833336077630519867, 0.0416664853692054749, 0.166666671633720398, 0.5):
+        series = series * s + coefficient
+    rest, scale = s * s * series + s, ((n.int() + 127) << 23).view(torch.float32)
+    e = scale * rest + (scale - 1)
+    return (e / (e + 2)).copysign(x)
 
 
 def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> QueryTiles:

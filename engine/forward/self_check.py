@@ -3,7 +3,8 @@ only as a policy that fails to learn.
 
 When an engine is made, a few short texts are computed in two ways:
 
-    engine      a prompt in two chunks after another row, paged KV, the engine's backend, the native decoder if there is one
+    engine      a prompt in two chunks after another row, paged KV, the engine's backend, the native decoder if there is one; a
+                recurrent state goes to host memory and back into another slot between the chunks, and two rows read it
     plain       the whole text alone, transformers' own eager attention, masks and positions
 
 The distributions of the next token must agree. Each of three texts detects a kind of mistake that would be silent:
@@ -32,11 +33,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from rollout.engine.forward.attention import Backend, CannotAttend
+from rollout.engine.forward.attention import Backend, CannotAttend, Scores
 from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
 from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line
+from rollout.engine.kv.block import BlockCopies, SlotCounts
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
+from rollout.engine.kv.states import StatePages, StateRows
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.scheduling.plan import plan_by_hand
 
@@ -118,23 +121,22 @@ def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemor
     rows = [(LOOK_EVERY, 1), (0, NARROW - 1)]
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
     kv = PagedKV(kept, PoolSizes(block_size, tables.size, 0), memory)
-    places = {
-        (asked["q_heads"], kept.shapes[place.layer]): place.layer
+    kinds = {
+        (asked["q_heads"], asked["softcap"], asked["sinks"], kept.shapes[place.layer]): place.layer
         for asked, place in zip(model.asked.values(), model.places.values(), strict=True)
     }
-    for (q_heads, (kv_heads, head_dim, value_dim)), layer in places.items():
-        if head_dim != value_dim and backend.name != "reference":
-            raise CannotAttend(f"keys of {head_dim} and values of {value_dim} dimensions")
+    for (q_heads, softcap, sinks, (kv_heads, head_dim, value_dim)), layer in kinds.items():
         served = LoadedModel(model, backend, block_size, NARROW, memory, kept)
         batch = _batch(served, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, torch.zeros(1, dtype=torch.int64))
         shapes = ((q_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
         q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=kept.dtype, device=model.device) for each in shapes)
         try:
             batch = replace(batch, attention=backend.prepare(batch, kv))
-            backend.attend(layer, q, k, v, batch, kv, 1.0, 0)
+            scores = Scores(1.0, 0, softcap, None if sinks is None else q.new_zeros(sinks))
+            backend.attend(layer, q, k, v, batch, kv, scores)
         except Exception as error:
             raise CannotAttend(
-                f"{q_heads} query heads over {kv_heads} of {head_dim} dimensions: {in_one_line(error)}"
+                f"{q_heads} query heads over {kv_heads} of {head_dim} dimensions, values of {value_dim}: {in_one_line(error)}"
             ) from error
 
 
@@ -199,7 +201,10 @@ class _Forgetful(DynamicCache):  # type: ignore[misc]
 
 def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
     """Return [compared positions, vocabulary] fp32 log-probs of the unmodified module, which counts positions itself."""
-    arguments = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
+    arguments: dict[str, Any] = {"past_key_values": _Forgetful(first), "use_cache": True} if first else {"use_cache": False}
+    if first and model.states is not None:  # the cache has no recurrent state to forget
+        positions = torch.arange(first, first + len(ids), device=model.device)
+        arguments = {"position_ids": positions[None], "use_cache": False}
     with _own_attention(model.module):
         output = model.module(input_ids=ids[None].to(model.device), **arguments)
     logits: torch.Tensor = output.logits[0, _looked_at(len(ids)).to(model.device)]
@@ -211,30 +216,50 @@ def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGe
     of geometry `kept`."""
     backend, block_size = served.backend, served.block_size
     blocks = -(-len(ids) // block_size)
-    kv = PagedKV(kept, PoolSizes(block_size, 2 * blocks, 0), served.memory)
-    tables = np.random.default_rng(0).permutation(2 * blocks).astype(np.int32).reshape(2, blocks)
+    geometry = served.model.states
+    states = None if geometry is None else StatePages(geometry, SlotCounts(4, 1), served.memory)
+    kv = PagedKV(kept, PoolSizes(block_size, 3 * blocks, 0), served.memory, states=states)
+    tables = np.random.default_rng(0).permutation(3 * blocks).astype(np.int32).reshape(3, blocks)
     looked_at, parts = _looked_at(len(ids)), []
     chunk = max(1, min(-(-len(ids) * 3 // 5), served.most_tokens - BESIDE))
     for step, start in enumerate(range(0, len(ids), chunk)):
         end = min(start + chunk, len(ids))
         beside = (0, min(BESIDE, len(ids))) if step == 0 else (min(BESIDE + step, len(ids)) - 1, 1)
         wanted = looked_at[(looked_at >= start) & (looked_at < end)] - start + beside[1]
-        batch = _batch(served, ids, [beside, (start, end - start)], way.first, tables, wanted)
+        rows = [beside, (start, end - start)]
+        if states is not None and step:
+            rows.append((start, 1))  # a fork: it reads the state of the row before, and its own KV is not looked at
+        batch = _batch(served, ids, rows, way.first, tables, wanted)
         batch = replace(batch, attention=backend.prepare(batch, kv))
+        if states is not None:
+            batch = replace(batch, states=_slots(states, batch, step))
         parts.append(way.forward(batch, kv, backend).float().log_softmax(-1))
     return torch.cat(parts)
+
+
+def _slots(states: StatePages, batch: Batch, step: int) -> StateRows:
+    """Return the slots of a step: slot 0 is of the row beside; the text's state is in slot 1 or 2 in turn, and between steps it
+    goes to host memory and back; a fork writes slot 3."""
+    starts = batch.query_starts
+    if not step:
+        return StateRows(starts, np.full(2, -1, np.int32), np.array([0, 1], np.int32))
+    written, read = 1 + step % 2, 2 - step % 2
+    states.move(BlockCopies(offloads=[(read, 0)]))
+    states.data[read].zero_()
+    states.move(BlockCopies(restores=[(0, read)]))
+    return StateRows(starts, np.array([0, read, read], np.int32), np.array([0, written, 3], np.int32))
 
 
 def _batch(
     served: LoadedModel, ids: torch.Tensor, rows: list[tuple[int, int]], first: int, tables: np.ndarray, wanted: torch.Tensor
 ) -> Batch:
-    """Build the batch of two rows (start, count) of this text, at model positions from `first` on, with logits of the tokens
+    """Build the batch of rows (start, count) of this text, at model positions from `first` on, with logits of the tokens
     `wanted`. KV of earlier positions does not exist, in either way."""
     size, dtype = served.block_size, served.model.geometry.dtype
     blocks = -(-max(start + count for start, count in rows) // size)
     starts, counts = (np.array(each, np.int32) for each in zip(*rows, strict=True))
     texts = [ids.numpy()[start : start + count] for start, count in rows]
-    plan = plan_by_hand(np.zeros((len(rows), 1)), starts, tables[:, :blocks])
+    plan = plan_by_hand(np.zeros((len(rows), 1)), starts, tables[: len(rows), :blocks])
     plan = plan._replace(counts=counts, token_ids=np.concatenate(texts).astype(np.int32))
     batch = Batch.build(plan, size, served.memory, dtype)
     (logits_at,) = served.memory.send([padded(wanted.numpy(), MIN_ROWS.get(dtype, 16))])

@@ -84,6 +84,29 @@ class BlockPool:
             self._free.append(slot)
 
 
+class SlotCounts(NamedTuple):
+    """Slots of both pools of recurrent state."""
+
+    device: int
+    host: int
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences that can run: the other slots are for snapshots and for states of waiting sequences."""
+        return max(1, self.device * 8 // 9 - 1)
+
+
+class PoolCounts(NamedTuple):
+    """Sizes of the pools that a scheduler divides among sequences."""
+
+    device_blocks: int
+    host_blocks: int
+    max_blocks: int
+    """blocks of the longest sequence of the model"""
+    slots: SlotCounts | None = None
+    """of recurrent state, at least two on the device; None: the model has none"""
+
+
 class Spans(NamedTuple):
     """Token positions that the rows of a step compute, and the device slots of their blocks."""
 

@@ -18,23 +18,20 @@ backend defines the layout inside K and V of one layer. Block-major layout as in
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from rollout.engine.config import KVName
 from rollout.engine.kv import fp8
 from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import ALL_SLOTS, Copied, Copy, CopyEngine, SyncCopies, step_claims
+from rollout.engine.kv.copies import ALL_SLOTS, Copied, CopyEngine, step_claims
+from rollout.engine.kv.pools import Pools
 from rollout.engine.kv.sizing import PoolSizes
+from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import DeviceMemory
-
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14; Python has no constant for it"""
 
 
 class LayerShape(NamedTuple):
@@ -121,8 +118,9 @@ class KVGeometry(NamedTuple):
         return codes + shape.kv_heads * block_size * fp8.SCALE_BYTES
 
 
-class PagedKV:
-    """Both pools. The attention backend writes the device pool, `move` writes both."""
+class PagedKV(Pools):
+    """Both pools of KV, and those of recurrent state if the model has any. The attention backend writes the device pool, `move`
+    writes both."""
 
     def __init__(
         self,
@@ -130,76 +128,44 @@ class PagedKV:
         sizes: PoolSizes,
         memory: DeviceMemory,
         copy_engine: CopyEngine | None = None,
+        states: StatePages | None = None,
     ) -> None:
         """Allocate both pools.
 
         Args:
             copy_engine: runs the copies of a step; None: `SyncCopies`.
+            states: of the model's recurrent layers.
 
         Raises:
             ValueError: the memory cannot be allocated.
         """
+        shape, commit = geometry.block_shape(sizes.block_size), (sizes.commit_device, sizes.commit_host)
+        super().__init__(shape, geometry.stored, (sizes.device, sizes.host), memory, commit)
         self.geometry = geometry
         self.block_size = sizes.block_size
         self.block_bytes = geometry.bytes_per_token * sizes.block_size
-        shape = geometry.block_shape(sizes.block_size)
         self.starts = geometry.starts(sizes.block_size)
         """where each layer begins in a block, in elements of the pools"""
-        self._region = None if memory.is_host else memory.region(sizes.device * self.block_bytes)
-        """region that contains the pool; None: the pool is host memory, or its address changes with a sleep"""
-        if self._region is not None:
-            self._region.need(sizes.device * self.block_bytes)
-            self.data, self._map = self._region.data.zero_().view(geometry.stored).view(sizes.device, *shape), None
-        else:
-            self.data, self._map = _allocate((sizes.device, *shape), geometry.stored, memory, on_device=True)
-        """[blocks, *block_shape] on the device; zero at first, so that it contains no NaN"""
-        self.host, host_map = _allocate((sizes.host, *shape), geometry.stored, memory, on_device=False)
-        """[blocks, *block_shape] in host memory, pinned for CUDA"""
-        self._commit_device = sizes.commit_device
-        for mapped, now in ((self._map, sizes.commit_device), (host_map, sizes.commit_host)):
-            if now:
-                _populate(mapped)
-        self.memory = memory
-        self.copy_engine: CopyEngine = SyncCopies() if copy_engine is None else copy_engine
-        self._rows = self.data.flatten(1)
-        self._host_rows = self.host.flatten(1)
-        self._copy = Copy(
-            out=lambda pairs: copy_rows(self._rows, self._host_rows, pairs),
-            into=lambda pairs: copy_rows(self._host_rows, self._rows, pairs),
-            within=lambda pairs: copy_within(self._rows, pairs, self.memory),
-        )
+        self.states = states
+        if copy_engine is not None:
+            self.copy_engine = copy_engine
 
     @property
     def dtype_name(self) -> str:
         """`EngineConfig.kv_dtype`, or the name of the model's dtype."""
         return "fp8_e4m3" if self.geometry.fp8 else str(self.geometry.dtype).removeprefix("torch.")
 
-    @property
-    def stays(self) -> bool:
-        """Whether the pool keeps its address from `release` to `restore`."""
-        return self._region is not None or self._map is not None
-
     def release(self) -> None:
-        """Free the memory of the device pool; its contents are lost. Its shape stays, and its address if `stays`."""
-        self.copy_engine.finish()
-        if self._region is not None:
-            self._region.release()
-        elif self._map is not None:
-            self._map.madvise(mmap.MADV_DONTNEED)
-        else:
-            self.data.untyped_storage().resize_(0)
+        """Free the memory of the device pools; their contents are lost."""
+        super().release()
+        if self.states is not None:
+            self.states.release()
 
     def restore(self) -> None:
-        """Re-allocate the device pool, filled with zeros."""
-        if self._region is not None:
-            self._region.restore()
-            self._region.data.zero_()
-        elif self._map is not None:
-            if self._commit_device:
-                _populate(self._map)
-        else:
-            self.data.untyped_storage().resize_(self.data.nbytes)
-            self.data.zero_()
+        """Re-allocate the device pools, filled with zeros."""
+        super().restore()
+        if self.states is not None:
+            self.states.restore()
 
     def move(self, moves: BlockCopies, spans: Spans | None = None) -> Copied:
         """Run all copies of a step in the order of `BlockCopies`. Call it at every step, also without copies.
@@ -211,7 +177,7 @@ class PagedKV:
             The copies that finished since the last call; on the CPU, the copies of this call.
         """
         claims = ALL_SLOTS if spans is None else step_claims(len(self.data), self.block_size, spans)
-        return self.copy_engine.run(moves, self._copy, claims)
+        return self.copy_engine.run(moves, self.copy, claims)
 
 
 class Cells(NamedTuple):
@@ -253,47 +219,3 @@ def keys_and_values(kv: PagedKV, layer: int) -> tuple[Cells, Cells]:
         return Cells(keys), Cells(values)
     scales = at[:, end:].view(torch.bfloat16).view(*shape[:3], 2)
     return Cells(keys, scales[..., 0]), Cells(values, scales[..., 1])
-
-
-def copy_within(rows: torch.Tensor, pairs: list[tuple[int, int]], memory: DeviceMemory) -> None:
-    """Copy rows (from, to) of a [rows, width] tensor; all rows are read before any is written."""
-    sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if set(sources).isdisjoint(targets):
-        copy_rows(rows, rows, pairs)
-    else:
-        read, written = memory.send([np.array(sources), np.array(targets)])
-        rows.index_copy_(0, written, rows.index_select(0, read))
-
-
-def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy rows (from, to) between two [rows, width] tensors, or within one if no row is both read and written."""
-    for row, place in pairs:  # rows are long, so one copy each is fast and needs no temporary
-        target[place].copy_(source[row], non_blocking=True)
-
-
-def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, memory: DeviceMemory, on_device: bool
-) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Allocate a tensor of zeros in device or host memory. Returns it and its mmap, if it has one. Raises ValueError."""
-    if on_device and not memory.is_host:
-        return torch.zeros(shape, dtype=dtype, device=memory.device), None
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    if size == 0:
-        return torch.zeros(shape, dtype=dtype), None
-    try:
-        mapped = memory.host_map(size)
-    except OSError as error:
-        raise ValueError(
-            f"cannot allocate a KV pool of {size / 2**30:.1f} GiB: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
-        ) from error
-    return torch.frombuffer(mapped, dtype=dtype).view(shape), mapped
-
-
-def _populate(memory: mmap.mmap | None) -> None:
-    if memory is not None:
-        try:
-            memory.madvise(MADV_POPULATE_WRITE)
-        except OSError:  # not Linux 5.14 or later: pages are committed at their first use
-            pass

@@ -51,6 +51,10 @@ class PrefixIndex:
     def keys(self) -> set[bytes]:
         return set(self._blocks)
 
+    def get(self, key: bytes) -> Block | None:
+        """Return the block with this key."""
+        return self._blocks.get(key)
+
     def add(self, block: Block) -> None:
         """Index a full block, unless the index has a block with the same key."""
         assert block.key is not None and block.content is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.kv.block import SlotCounts
 from rollout.engine.memory import DeviceMemory, free_memory
 
 PINNED_BYTES = 16 << 30
@@ -34,6 +35,32 @@ def pool_sizes(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory)
     host = blocks_in_host_memory(config, bytes_per_block, device, memory)
     device_set, host_set = (config.kv_tokens, config.kv_gib) != (None, None), config.cpu_offload_gib is not None
     return PoolSizes(config.block_size, device, host, device_set, host_set)
+
+
+STATES_RATIO = 0.4
+"""most of the memory of both kinds of pools, KV and states, that the default sizes give to states"""
+
+
+def state_sizes(
+    config: EngineConfig, bytes_per_slot: int, sizes: PoolSizes, bytes_per_block: int
+) -> tuple[SlotCounts, PoolSizes]:
+    """Divide the memory of the KV pools between KV and recurrent states. On the device: a slot for each of max_num_seqs
+    sequences and an eighth more, at most STATES_RATIO of the memory, unless kv_tokens asks for KV of a size; then states come
+    on top. In host memory: two slots for each of those, in the same way. Returns the slots, and the sizes of the KV pools.
+
+    Raises ValueError if two states do not fit."""
+    wanted = config.most_seqs + -(-config.most_seqs // 8) + 2
+    room = sizes.device * bytes_per_block * STATES_RATIO
+    device = wanted if config.kv_tokens is not None else min(wanted, int(room // bytes_per_slot))
+    if device < 2:
+        raise ValueError(
+            f"two recurrent states of {bytes_per_slot / 2**20:.1f} MiB do not fit into {STATES_RATIO:.0%} of "
+            f"{sizes.device * bytes_per_block / 2**30:.3f} GiB; raise kv_gib"
+        )
+    host = min(2 * device, int(sizes.host * bytes_per_block * STATES_RATIO // bytes_per_slot))
+    blocks = sizes.device if config.kv_tokens is not None else sizes.device - -(-device * bytes_per_slot // bytes_per_block)
+    on_host = sizes.host - -(-host * bytes_per_slot // bytes_per_block)
+    return SlotCounts(device, host), sizes._replace(device=blocks, host=on_host)
 
 
 def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory) -> int:

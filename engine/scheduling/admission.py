@@ -44,7 +44,7 @@ def start(state: SchedulerState, seq: Sequence, budget: int) -> bool:
     state.tables.find_in_use(seq, state.version)
     if state.copies_ahead and state.running and absent(seq):
         return False
-    if not fits(state, seq, state.running, budget):
+    if not fits(state, seq, state.running, budget) or not state.has_slot(seq):
         return False
     state.start(seq, least_run(state, seq))
     return True

@@ -7,18 +7,25 @@ from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.counters import Counters
 from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.scheduling.states import StateSlots
 
 
 class BlockTables:
     """Writes `Sequence.blocks` and `Sequence.cached`, for `SchedulerState`."""
 
-    def __init__(self, block_size: int, store: BlockStore, counters: Counters) -> None:
+    def __init__(self, block_size: int, store: BlockStore, counters: Counters, states: StateSlots | None) -> None:
         self.block_size = block_size
         self.store = store
         self.counters = counters
+        self.states = states
 
     def find_cached(self, seq: Sequence, version: int) -> None:
-        """Add full blocks from the prefix index to a running sequence. One token is left to compute, for its logits."""
+        """Add full blocks from the prefix index to a running sequence. One token is left to compute, for its logits. With
+        recurrent state, only the blocks up to the deepest snapshot: later tokens are computed again, for their state."""
+        if self.states is not None:
+            if not seq.cached:
+                self._find_with_state(seq, self.states, version)
+            return
         while block := self._next_known(seq, version):
             if block.device is None and not self.store.available:
                 return
@@ -29,24 +36,48 @@ class BlockTables:
 
     def find_in_use(self, seq: Sequence, version: int) -> None:
         """Add full blocks from the prefix index to a waiting sequence, as long as running sequences use them, so that they need
-        no room. The following blocks are looked up when it runs."""
-        while block := self._next_known(seq, version):
+        no room. The following blocks are looked up when it runs, with recurrent state all of them."""
+        while self.states is None and (block := self._next_known(seq, version)):
             if not block.users:
                 return
             self.store.retain(block)
             seq.blocks.append(block)
             self._found(seq)
 
+    def _find_with_state(self, seq: Sequence, states: StateSlots, version: int) -> None:
+        """Add the blocks up to the deepest snapshot to a sequence without any, and the snapshot. Where more blocks are known, a
+        row of it is to end and leave a snapshot."""
+        chain: list[Block] = []
+        while block := self._known(seq, chain, version):
+            chain.append(block)
+        found = states.find(chain)
+        depth = 0 if found is None else found[0]
+        seq.junction = len(chain) * self.block_size if len(chain) > depth else 0
+        taken = sum(block.device is None or not block.owners for block in chain[:depth])
+        if found is None or taken > self.store.available or not states.adopt(seq, found[1]):
+            return
+        for block in chain[:depth]:
+            self.store.retain(block)
+        for block in chain[:depth]:
+            self.store.activate(block, full=True)
+            seq.add_block(block)
+            self._found(seq)
+
     def _next_known(self, seq: Sequence, version: int) -> Block | None:
         """Return the block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
-        size = self.block_size
-        parent = seq.blocks[-1].key if seq.blocks else None
-        if seq.cached % size or seq.cached + size >= seq.length or (seq.blocks and parent is None):
+        if seq.cached % self.block_size or (seq.blocks and seq.blocks[-1].key is None):
+            return None
+        return self._known(seq, seq.blocks, version)
+
+    def _known(self, seq: Sequence, blocks: list[Block], version: int) -> Block | None:
+        """Return the block that continues these full ones, which have keys, with the tokens of a sequence."""
+        size, start = self.block_size, len(blocks) * self.block_size
+        if start + size >= seq.length:
             return None
         oldest, own = seq.state.readable_from(version), seq.state.own
-        whole = own is not None and seq.cached + size <= own.tokens
-        versions = own.of_block(seq.cached // size, size) if own is not None and whole else ()
-        return self.store.index.find(parent, seq.tokens(seq.cached, size), oldest, versions)
+        whole = own is not None and start + size <= own.tokens
+        versions = own.of_block(start // size, size) if own is not None and whole else ()
+        return self.store.index.find(blocks[-1].key if blocks else None, seq.tokens(start, size), oldest, versions)
 
     def _found(self, seq: Sequence) -> None:
         seq.cached += self.block_size
@@ -103,7 +134,10 @@ class BlockTables:
         return before == own.of_block(i, size) != () and (cached <= known or behind[0] >= oldest)
 
     def cut_lost(self, seq: Sequence) -> None:
-        """Release the first block that was dropped while the sequence waited, and all blocks after it."""
+        """Release the first block that was dropped while the sequence waited, and all blocks after it; all if its recurrent
+        state was dropped."""
+        if seq.state_in is not None and seq.state_in.lost:
+            self.truncate(seq, 0)
         for i, block in enumerate(seq.blocks):
             if block.lost:
                 self.truncate(seq, i)
@@ -117,7 +151,10 @@ class BlockTables:
         return kept is not None
 
     def truncate(self, seq: Sequence, blocks: int) -> None:
-        """Release all but the first `blocks`."""
+        """Release all but the first `blocks`; all, with the recurrent state, if that is of more tokens."""
+        if self.states is not None and blocks * self.block_size < seq.cached:
+            blocks = 0
+            self.states.drop(seq)
         for block in reversed(seq.blocks[blocks:]):
             self.store.release(block, used=seq.running)
         seq.cut_blocks(blocks)

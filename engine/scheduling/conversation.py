@@ -168,9 +168,10 @@ class PinnedKV:
 
     # ── pinning ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def pin(self, seq: Sequence, until: float, ran: bool) -> None:
-        """Pin the KV of a child that finishes, of all its tokens but the last, which the next turn computes. until: time of the
-        scheduler's clock. ran: it was running."""
-        seq.cached = min(seq.cached, seq.num_prompt + len(seq.output) - 1)
+        """Pin the KV of a child that finishes, of all its tokens but the last, which the next turn computes; of the last as
+        well if its recurrent state has it. until: time of the scheduler's clock. ran: it was running."""
+        if seq.state_in is None:
+            seq.cached = min(seq.cached, seq.num_prompt + len(seq.output) - 1)
         blocks = -(-seq.cached // self.tables.block_size)
         for block in reversed(seq.blocks[blocks:]):
             self.store.release(block, used=ran)
@@ -196,6 +197,7 @@ class PinnedKV:
         if not same:
             self.tables.truncate(seq, 0)
         to.blocks, seq.blocks = seq.blocks, []
+        to.state_in, seq.state_in = seq.state_in, None
         to.cached = to.computed = seq.cached
         return to.cached
 

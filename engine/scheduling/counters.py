@@ -89,6 +89,12 @@ class Counters:
     """blocks copied device → host, mirrored ones included"""
     restored_blocks: int = 0
     """blocks copied host → device, for sequences that start again and for prefixes that were found there"""
+    offloaded_states: int = 0
+    """recurrent states copied device → host"""
+    restored_states: int = 0
+    """recurrent states copied host → device"""
+    copied_states: int = 0
+    """recurrent states copied on the device; a fork copies none"""
     recompute_preemptions: int = 0
     """sequences whose KV was dropped, to be prefilled again"""
     unused_draws: int = 0
@@ -128,6 +134,12 @@ class Counters:
         self.bytes_to_host += to_host * block_bytes
         self.bytes_to_device += to_device * block_bytes
         self.move_seconds += copied.seconds
+
+    def states_moved(self, moves: BlockCopies) -> None:
+        """Count the copies of recurrent states of a step."""
+        self.offloaded_states += len(moves.offloads)
+        self.restored_states += len(moves.restores)
+        self.copied_states += len(moves.copies)
 
     def stepped(self, plan: Plan, seconds: float, generated: int) -> None:
         """Count a committed step. seconds: since it was planned, or since the step before was committed, if that was later.

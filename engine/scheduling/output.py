@@ -44,6 +44,8 @@ def launched(state: SchedulerState, rows: list[Row]) -> None:
         if draws and forked:
             seq.expect(draw)
         draw += draws
+    if state.states is not None:
+        state.states.launched(rows)
 
 
 def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn: Learn) -> list[Sample]:
@@ -152,15 +154,16 @@ def copies_failed(state: SchedulerState, step: int) -> None:
     """Discard a plan of whose KV copies only a part was made: preempt the sequences whose blocks may hold garbage, and drop
     their KV."""
     state.counters.failed_moves += 1
-    broken = state.store.move_failed()
+    broken = [store.move_failed() for store in state.stores]
     for row in state.in_flight.pop(step, []):
         state.tables.truncate(row.seq, -(-row.seq.cached // state.config.block_size))
     for seq in list(state.running):
-        if any(block in broken for block in seq.blocks):
+        if not set().union(*broken).isdisjoint([*seq.blocks, seq.state_in, seq.state_out]):
             state.stop(seq)
             state.tables.truncate(seq, 0)
             state.counters.recompute_preemptions += 1
-    state.store.discard(broken)
+    for store, blocks in zip(state.stores, broken, strict=True):
+        store.discard(blocks)
 
 
 def launch_failed(state: SchedulerState, step: int, reason: str) -> list[Sample]:
@@ -173,7 +176,8 @@ def step_failed(state: SchedulerState, step: int, reason: str) -> list[Sample]:
     waiting sequences: any of them may share KV that the step wrote."""
     del state.in_flight[step]
     state.pinned.release_all()
-    state.store.forget_all()
+    for store in state.stores:
+        store.forget_all()
     for seq in state.waiting:
         state.tables.truncate(seq, 0)
     return _fail(state, list(state.running), reason)

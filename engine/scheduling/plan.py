@@ -110,6 +110,12 @@ class Plan(NamedTuple):
     """rows of one group are adjacent"""
     moves: BlockCopies
     """copies of KV blocks, made before the rows are computed"""
+    state_reads: np.ndarray
+    """[R] int32: slot of each row's recurrent state before its first token, -1 for zeros; [0] for a model without such state"""
+    state_writes: np.ndarray
+    """[R] int32: slot that gets the state after its last token; [0] for a model without such state"""
+    state_moves: BlockCopies
+    """copies of recurrent states, made before the rows are computed"""
 
     @property
     def num_rows(self) -> int:
@@ -173,10 +179,30 @@ def array_of(kind: Any, fields: Any) -> np.ndarray:
     return flat.reshape(shape).copy()
 
 
-def copies_only(step: int, moves: BlockCopies) -> Plan:
+def copies_only(step: int, moves: BlockCopies, state_moves: BlockCopies) -> Plan:
     """Make a plan that computes nothing."""
     none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
-    return Plan(step, none, none, none, none, none, draws, draws, table, np.zeros(0, SAMPLING), draws, none, (), (), (), moves)
+    return Plan(
+        step,
+        none,
+        none,
+        none,
+        none,
+        none,
+        draws,
+        draws,
+        table,
+        np.zeros(0, SAMPLING),
+        draws,
+        none,
+        (),
+        (),
+        (),
+        moves,
+        none,
+        none,
+        state_moves,
+    )
 
 
 def plan_by_hand(
@@ -209,6 +235,9 @@ def plan_by_hand(
         adjustments=(),
         shared=shared,
         moves=BlockCopies(),
+        state_reads=np.zeros(0, np.int32),
+        state_writes=np.zeros(0, np.int32),
+        state_moves=BlockCopies(),
     )
 
 

@@ -38,6 +38,8 @@ def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, 
         copied = bool(available and seq.cached % size and seq.blocks[-1].owners > 1)
         budget = min(budget, (len(seq.blocks) + available - copied) * size - seq.cached)
     count = min(seq.uncached, budget)
+    if state.states is not None:
+        count = state.states.cut_at_junction(seq, count)
     if count <= 0:
         return None
     if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
@@ -81,6 +83,7 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
             sampling["index"][first : first + samples[i]] = sequences[i].state.fresh
     logits, given = _look_ahead(samples, expected, positions)
     forbids = np.flatnonzero(positions < sampling["min_tokens"]).tolist()
+    reads, writes = ([], []) if state.states is None else state.states.slots_of(sequences)
     return Plan(
         step=step,
         starts=starts,
@@ -98,6 +101,9 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
         forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
         shared=tuple(shared_prefixes(rows, block_size)) if state.config.advanced.share_prefix else (),
         moves=state.store.moves,
+        state_reads=np.array(reads, np.int32),
+        state_writes=np.array(writes, np.int32),
+        state_moves=state.state_moves,
     )
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling import admission, fairness, output, preemption
 from rollout.engine.scheduling.drafts import Drafts
 from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
@@ -38,17 +39,9 @@ MAX_SCORES = 1024
 class Scheduler:
     """Decides the steps, in the order that the module's docstring lists."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        device_blocks: int,
-        host_blocks: int,
-        max_blocks: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """max_blocks: blocks of the longest sequence of the model. clock: returns seconds, never falling."""
-        self.state = SchedulerState(config, device_blocks, host_blocks, max_blocks, clock)
+    def __init__(self, config: EngineConfig, pools: PoolCounts, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: returns seconds, never falling."""
+        self.state = SchedulerState(config, pools, clock)
         self.drafts = Drafts(config.drafts or 0, self.state)
         self._round_robin = fairness.RoundRobin()
         self._planned = 0
@@ -63,7 +56,8 @@ class Scheduler:
             return None  # the tokens that follow a draft are known only with its results
         now = state.clock()
         budget = state.credit.most_tokens(state.config.most_tokens, now)
-        state.store.begin()
+        for store in state.stores:
+            store.begin()
         if not self._stop_sequences():
             return None
         admission.make_room(state, budget)
@@ -78,7 +72,7 @@ class Scheduler:
         elif not pending:
             rows = self.drafts.extend(rows, budget - len(rows), self._planned, now)
         if not rows:
-            return copies_only(self._planned, state.store.moves)
+            return copies_only(self._planned, state.store.moves, state.state_moves)
         state.in_flight[self._planned] = rows
         if not pending:
             state.credit.step_began(now)
@@ -168,12 +162,14 @@ class Scheduler:
         """Stop every sequence and offload its blocks, the first in rank first, as far as host memory has room. Returns a plan
         of copies."""
         state = self.state
-        state.store.begin()
+        for store in state.stores:
+            store.begin()
         for seq in sorted(state.running, key=lambda seq: seq.rank):
             state.stop(seq)
-        state.store.offload_all()
+        for store in state.stores:
+            store.offload_all()
         self._planned += 1
-        return copies_only(self._planned, state.store.moves)
+        return copies_only(self._planned, state.store.moves, state.state_moves)
 
     def fail_stuck(self) -> list[Sample]:
         """Finish the next group with an error, if nothing runs and nothing can start."""

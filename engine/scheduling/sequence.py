@@ -177,6 +177,9 @@ class Sequence:
         "mirrored",
         "place",
         "table",
+        "state_in",
+        "state_out",
+        "junction",
     )
 
     def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
@@ -228,6 +231,12 @@ class Sequence:
         """its place in the `RunningTable` while it runs"""
         self.table: np.ndarray | None = None
         """[max_blocks] int32, a view of that place"""
+        self.state_in: Block | None = None
+        """slot of recurrent state that its next row reads, unless it is the slot that it writes"""
+        self.state_out: Block | None = None
+        """slot of recurrent state that its rows write, while it runs; `rollout.engine.scheduling.states` writes both"""
+        self.junction = 0
+        """tokens after which its recurrent state is kept for other prompts; 0: nowhere"""
 
     @property
     def rank(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.kv.block import BlockCopies, PoolCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.conversation import ConversationIndex, PinnedKV, Timers
@@ -20,6 +21,7 @@ from rollout.engine.scheduling.counters import Counters, Rates
 from rollout.engine.scheduling.credit import ClientCredit
 from rollout.engine.scheduling.queue import RunningTable, WaitingQueue
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
+from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.types import FinishReason, Sample
 
 CONTINUED: frozenset[FinishReason] = frozenset(("stop", "length", "cut", "deadline"))
@@ -42,15 +44,15 @@ class SchedulerState:
     """Owns groups, queues, the block store and pinned KV, and is the only writer of groups and sequences, together with
     `BlockTables` (blocks) and `rollout.engine.scheduling.output` (tokens)."""
 
-    def __init__(
-        self, config: EngineConfig, device_blocks: int, host_blocks: int, max_blocks: int, clock: Callable[[], float]
-    ) -> None:
-        """max_blocks: blocks of the longest sequence of the model. clock: returns seconds, never falling."""
+    def __init__(self, config: EngineConfig, pools: PoolCounts, clock: Callable[[], float]) -> None:
+        """clock: returns seconds, never falling."""
         self.config, self.clock = config, clock
         self.counters, self.rates = Counters(), Rates()
-        self.store = BlockStore(device_blocks, host_blocks, config.prefix_cache)
-        self.tables = BlockTables(config.block_size, self.store, self.counters)
-        self.table = RunningTable(config.most_seqs, min(max_blocks, device_blocks))
+        self.store = BlockStore(pools.device_blocks, pools.host_blocks, config.prefix_cache)
+        self.states = None if pools.slots is None else StateSlots(pools.slots, config.block_size, config.prefix_cache)
+        """slots of recurrent state; None: the model has none"""
+        self.tables = BlockTables(config.block_size, self.store, self.counters, self.states)
+        self.table = RunningTable(config.most_seqs, min(pools.max_blocks, pools.device_blocks))
         self.waiting = WaitingQueue()
         self.credit = ClientCredit(config.foreground_s)
         self.pinned = PinnedKV(self.store, self.tables)
@@ -70,13 +72,23 @@ class SchedulerState:
         """other clients have sequences that could run"""
         self.in_flight: dict[int, list[Row]] = {}
         """rows of the plans that are neither committed nor discarded, by the plan's number"""
-        self.copies_ahead = bool(config.advanced.copy_ahead and host_blocks)
+        self.copies_ahead = bool(config.advanced.copy_ahead and pools.host_blocks)
         """room is made a step before it is needed, so that a step writes no slot that its own copies free"""
 
     @property
     def running(self) -> list[Sequence]:
         """Return the running sequences, oldest first."""
         return self.table.sequences
+
+    @property
+    def stores(self) -> list[BlockStore]:
+        """Return the stores of KV and of recurrent states."""
+        return [self.store] if self.states is None else [self.store, self.states.store]
+
+    @property
+    def state_moves(self) -> BlockCopies:
+        """Return the copies of recurrent states of the step being planned."""
+        return BlockCopies() if self.states is None else self.states.store.moves
 
     @property
     def has_work(self) -> bool:
@@ -117,6 +129,8 @@ class SchedulerState:
     def start(self, seq: Sequence, least_run: int) -> None:
         """Move a sequence from waiting to running, and restore its blocks. least_run: tokens to sample before it is preempted
         again, unless nothing else frees memory. Raises OutOfBlocks."""
+        if self.states is not None:
+            self.states.start(seq)
         self.waiting.remove(seq, served=True)
         seq.state.started = True
         for i, block in enumerate(seq.blocks):
@@ -129,6 +143,8 @@ class SchedulerState:
         self.table.leave(seq)
         for block in seq.blocks:
             self.store.deactivate(block)
+        if self.states is not None:
+            self.states.stop(seq)
         seq.held = held
         self.waiting.put(seq)
 
@@ -140,19 +156,29 @@ class SchedulerState:
         state.forked = True
         seq.num_next_samples = 1
         children = [seq, *seq.fork()]
+        runs_on = self.states is None or self.states.fork(seq, children[1:])
         for child in children[1:]:
             state.sequences[child.index] = child
             self.store.share(child.blocks)
-            if self.table.has_place and child.index not in state.resumed:
+            if self.table.has_place and child.index not in state.resumed and (self.states is None or self.states.has_free):
                 for block in child.blocks:
                     self.store.activate(block, full=True)
+                if self.states is not None:
+                    self.states.start(child)
                 self.table.enter(child, self.config.advanced.min_run_tokens)
             else:
                 self.waiting.put(child)
+        if not runs_on:
+            self.stop(seq)
         self.counters.forks += len(children) - 1
         self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
         self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.config.block_size)
         return children[: len(state.fresh)]
+
+    def has_slot(self, seq: Sequence) -> bool:
+        """Return whether a sequence that waits could have the slots of recurrent state that it needs to run; evicts states of
+        others for them."""
+        return self.states is None or self.states.make_room(self.states.needed(seq), seq.state_in)
 
     def finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Sample:
         """Finish a child, which runs or waits, and release or pin its blocks. Returns its sample."""
@@ -182,8 +208,12 @@ class SchedulerState:
         if continues and seq.output and seq.cached:
             self.conversations.note(seq)
             if kv_ttl_s := seq.state.group.sampling.kv_ttl_s:
+                if self.states is not None and ran:
+                    self.states.stop(seq)
                 self.pinned.pin(seq, now + kv_ttl_s, ran)
                 return
+        if self.states is not None:
+            self.states.release(seq, used=ran)
         for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
             self.store.release(block, used=ran)
         seq.blocks.clear()

@@ -19,6 +19,7 @@ import torch
 
 from rollout.engine.cuda.graphs import cuda_capture
 from rollout.engine.engine import Engine
+from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
 from rollout.engine.memory import free_memory
@@ -102,8 +103,8 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     def layers(batch: Batch) -> torch.Tensor:
         for layer, ((q_heads, *_), shape) in enumerate(zip(engine.model.heads, geometry.shapes, strict=True)):
             query, key, value = kinds[q_heads, shape]
-            scaling = shape.head_dim**-0.5
-            out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, scaling, 0)
+            scores = Scores(shape.head_dim**-0.5)
+            out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, scores)
         return out
 
     if engine.worker.graphs is None:

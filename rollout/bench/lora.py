@@ -32,7 +32,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield the summary. max_abs_delta: of log-probs, over all tokens. bytes_fraction: bytes sent, over the bytes of the model.
     Raises InputError without PEFT."""
     if find_spec("peft") is None:
-        raise InputError("lora needs PEFT: pip install 'rl-rollout[lora]'")
+        raise InputError("peft is not installed: pip install 'rl-rollout[lora]'")
     engine = setup.config()
     prompts = setup.text.slices(0, PROMPTS, setup.scaled(PROMPT_TOKENS, 32))
     model = adapted(setup.folder, getattr(torch, engine.dtype))

@@ -1,8 +1,8 @@
 """The client: submits groups, receives samples, sends weights. Imports neither torch nor an engine.
 
-api, aio ──→ session ──→ link ──→ pending ──→ handle
-    │                     └─→ connection
-    └─→ refresh, lora
+api, aio ──→ base ──→ session ──→ link ──→ pending ──→ handle
+               │                   └─→ connection
+               └─→ text, refresh, lora
 """
 
 from rollout.client.aio import AsyncRolloutClient

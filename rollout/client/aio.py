@@ -12,15 +12,14 @@ event loop once for all that arrived together.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+import functools
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, Self
 
 from rollout.client.async_handle import AsyncGeneration, AsyncHandle, AsyncRefreshHandle, answer_async
-from rollout.client.connection import LinkTiming
-from rollout.client.lora import Adapters, AdapterSource
-from rollout.client.refresh import NamedTensors, RefreshRequest, WeightSender
-from rollout.client.session import ClientSession
+from rollout.client.base import BaseClient
+from rollout.client.lora import AdapterSource
+from rollout.client.refresh import NamedTensors, RefreshRequest
 from rollout.client.submission import (
     Samples,
     TokenIds,
@@ -32,16 +31,13 @@ from rollout.client.submission import (
     scored_groups,
     turn_group,
 )
-from rollout.client.text import Prompt, TextCodec, TextMethods
+from rollout.client.text import Prompt
 from rollout.client.wakeups import Wakeups
 from rollout.engine.types import Group, KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
-from rollout.transport.messages import Welcome
-from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
-from rollout.transport.weights.group import own_address
 
 
-class AsyncRolloutClient(TextMethods):
+class AsyncRolloutClient(BaseClient):
     """Connects tasks of event loops to a rollout service: `async with AsyncRolloutClient(address) as client`. The start of the
     block waits for the service. The end of the block ends the session: the service aborts its open groups, and waiting tasks
     get ClientClosed.
@@ -54,41 +50,9 @@ class AsyncRolloutClient(TextMethods):
 
     The arguments are those of `RolloutClient`; `connect_timeout_s` bounds the wait at the start of the block."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str = "",
-        transport: ClientTransport | None = None,
-        connect_timeout_s: float = 10.0,
-        link_timeout_s: float = 4.0,
-        stall_timeout_s: float = 300.0,
-        require_version: int = 0,
-        refresh_host: str | None = None,
-        budget: int | None = None,
-        restart_timeout_s: float = 300.0,
-        resubmit: bool = False,
-        tokenizer: Any = None,
-        timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._session = ClientSession(
-            address,
-            transport,
-            name,
-            budget=budget,
-            require_version=require_version,
-            resubmit=resubmit,
-            timing=(timing or LinkTiming())._replace(
-                link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s
-            ),
-            clock=clock,
-        )
-        self._connect_timeout_s = connect_timeout_s
-        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address))
-        self._adapters = Adapters()
-        self._text = TextCodec(tokenizer, lambda: self.info.model)
-        self._wakeups = Wakeups(self._session.link.calls)
+    @functools.cached_property
+    def _wakeups(self) -> Wakeups:
+        return Wakeups(self._session.link.calls)
 
     async def __aenter__(self) -> Self:
         try:
@@ -106,32 +70,9 @@ class AsyncRolloutClient(TextMethods):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        """Describe the client in one line."""
-        return f"{type(self).__name__}({self._session.summary})"
-
     async def close(self) -> None:
         """End the session, as `RolloutClient.close`. May be repeated."""
         await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        self._session.close()
-        self._sender.close()
-
-    @property
-    def info(self) -> Welcome:
-        """Return the service's description of itself at the last connection, as `RolloutClient.info`."""
-        return self._session.info
-
-    @property
-    def require_version(self) -> int:
-        """Return the oldest version of the weights to sample from."""
-        return self._session.require_version
-
-    @require_version.setter
-    def require_version(self, version: int) -> None:
-        """Set it, together with the digest that this client has seen for the version."""
-        self._session.require_version = version
 
     # groups
 

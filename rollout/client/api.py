@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from rollout.client.base import BaseClient
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
-from rollout.client.lora import Adapters, AdapterSource
-from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, WeightSender, answer
-from rollout.client.session import ClientSession
+from rollout.client.lora import AdapterSource
+from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, answer
 from rollout.client.streams import Generation
 from rollout.client.submission import (
     Samples,
@@ -29,17 +29,15 @@ from rollout.client.submission import (
     scored_groups,
     turn_group,
 )
-from rollout.client.text import Prompt, TextCodec, TextMethods
+from rollout.client.text import Prompt
 from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
-from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
-from rollout.transport.weights.group import own_address
 
 __all__ = ["Handle", "PartialSample", "RefreshHandle", "Refreshed", "RolloutClient", "Sample", "Sampling"]
 
 
-class RolloutClient(TextMethods):
+class RolloutClient(BaseClient):
     """Connects to a rollout service. Thread-safe. One background thread sends, receives and exchanges heartbeats, so the
     trainer may compute for as long as it needs.
 
@@ -90,20 +88,22 @@ class RolloutClient(TextMethods):
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        timing = LinkTiming() if timing is None else timing
-        self._session = ClientSession(
+        super().__init__(
             address,
-            transport,
-            name,
-            budget=budget,
+            name=name,
+            transport=transport,
+            connect_timeout_s=connect_timeout_s,
+            link_timeout_s=link_timeout_s,
+            stall_timeout_s=stall_timeout_s,
             require_version=require_version,
+            refresh_host=refresh_host,
+            budget=budget,
+            restart_timeout_s=restart_timeout_s,
             resubmit=resubmit,
-            timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
+            tokenizer=tokenizer,
+            timing=timing,
             clock=clock,
         )
-        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address))
-        self._adapters = Adapters()
-        self._text = TextCodec(tokenizer, lambda: self.info.model)
         try:
             self._session.link.first_welcome.result(connect_timeout_s)
         except TimeoutError:
@@ -120,30 +120,9 @@ class RolloutClient(TextMethods):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        """Describe the client in one line."""
-        return f"{type(self).__name__}({self._session.summary})"
-
     def close(self) -> None:
         """End the session: the service aborts its open groups, and waiting callers get ClientClosed. May be repeated."""
-        self._session.close()
-        self._sender.close()
-
-    @property
-    def info(self) -> Welcome:
-        """Return the service's description of itself at the last connection: model, vocab_size, context, eos_token_ids,
-        version, limits, incarnation."""
-        return self._session.info
-
-    @property
-    def require_version(self) -> int:
-        """Return the oldest version of the weights to sample from."""
-        return self._session.require_version
-
-    @require_version.setter
-    def require_version(self, version: int) -> None:
-        """Set it, together with the digest that this client has seen for the version."""
-        self._session.require_version = version
+        self._close()
 
     # groups
 

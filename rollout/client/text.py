@@ -55,6 +55,8 @@ class TextCodec:
         up to the beginning of the assistant's next message. template: arguments of the chat template, e.g. tools=[…].
 
         Raises InvalidRequest, NoTokenizer."""
+        if isinstance(prompt, Mapping):
+            raise InvalidRequest(f"prompt={dict(prompt)!r:.80}: one message; give a list of messages: [{{'role': …}}]")
         if is_messages(prompt):
             return self._encoded(self._rendered(prompt, **template), special=False)
         if template:
@@ -93,7 +95,9 @@ class TextCodec:
         return self._encoded(rest, special=False)
 
     def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample, see `text_of`. Raises NoTokenizer."""
+        """Return the text of a sample, see `text_of`. Raises InvalidRequest for what is no sample, NoTokenizer."""
+        if not isinstance(sample, Sample):
+            raise InvalidRequest(f"a {type(sample).__name__} is no sample: for token ids, client.tokenizer.decode(ids)")
         return text_of(self.tokenizer, sample, skip_special=skip_special, keep_stop=keep_stop)
 
     def _encoded(self, text: str, special: bool) -> list[int]:
@@ -108,32 +112,6 @@ class TextCodec:
         except Exception as error:  # a template may raise anything
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
         return text
-
-
-class TextMethods:
-    """Text methods of both clients."""
-
-    _text: TextCodec
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the transformers tokenizer of the model, loaded at the first use. Raises NoTokenizer."""
-        return self._text.tokenizer
-
-    def encode(self, prompt: str | Messages, **template: Any) -> TokenIds:
-        """Return the token ids that a prompt has in every call of this client.
-
-        Args:
-            prompt: a text, with the special tokens that the model puts at the start, or messages, through the chat template.
-            template: arguments of the chat template, e.g. tools=[…] or enable_thinking=False.
-
-        Raises InvalidRequest for messages that the template refuses, NoTokenizer."""
-        return self._text.ids(prompt, **template)
-
-    def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample, as the HTTP API does: without special tokens, and without the stop string that ended it
-        unless `keep_stop`. Raises NoTokenizer."""
-        return self._text.decode(sample, skip_special=skip_special, keep_stop=keep_stop)
 
 
 def is_messages(prompt: Any) -> TypeGuard[Messages]:

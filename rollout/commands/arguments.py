@@ -384,7 +384,10 @@ def unknown_words(command: str, unknown: list[str], flags: list[str]) -> str:
     """Describe what is wrong with the first of the unknown words."""
     word = unknown[0].partition("=")[0]
     if word.startswith("-"):
-        return f"unknown flag {word}{nearest(word, flags)} (all flags: rollout {command} --help)"
+        address = "; did you mean --address?" if word in ("--host", "--port") and "--address" in flags else ""
+        return f"unknown flag {word}{address or nearest(word, flags)} (all flags: rollout {command} --help)"
+    if "--address" in flags:
+        return f"unexpected argument {word!r} (the service is given as --address ADDRESS; usage: rollout {command} --help)"
     return f"unexpected argument {word!r} (usage: rollout {command} --help)"
 
 

@@ -18,7 +18,7 @@ def connected(address: str, command: str, timeout_s: float = 10.0, wait_s: float
     Raises InputError for an invalid address, ServiceLost, KeyRefused."""
     from rollout.client.api import RolloutClient  # imported here, so that `rollout --help` is fast
 
-    until, told = time.monotonic() + wait_s, False
+    until, reported = time.monotonic() + wait_s, False
     while True:
         left = until - time.monotonic()
         try:
@@ -26,8 +26,8 @@ def connected(address: str, command: str, timeout_s: float = 10.0, wait_s: float
         except ServiceLost as error:
             if time.monotonic() >= until:
                 raise
-            if not told:
-                told = True
+            if not reported:
+                reported = True
                 print(f"{command}: {error.message}; waiting for it, {wait_s:.0f} s at most", file=sys.stderr, flush=True)
         except ValueError as error:
             raise InputError(str(error)) from None

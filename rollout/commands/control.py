@@ -23,7 +23,7 @@ from rollout.commands.arguments import (
     WakeArgs,
 )
 from rollout.commands.connecting import connected
-from rollout.commands.interrupt import STATUS
+from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.lines import bytes_of, counted
 from rollout.config import InputError
 from rollout.transport.errors import Forbidden
@@ -78,8 +78,8 @@ def refresh(client: RolloutClient, args: RefreshArgs) -> None:
 
 def hold(client: RolloutClient, what: str, undone: str, states: tuple[str, ...], wait: Callable[[float], Any]) -> int:
     """Stay connected until Ctrl-C, or until the service has left the state. Returns the exit status."""
-    tell(f"{what}; Ctrl-C, or any client that asks for it, {undone} it")
     try:
+        tell(f"{what}; Ctrl-C, or any client that asks for it, {undone} it")
         while True:
             with suppress(Forbidden):  # a key without the role read: only Ctrl-C ends it
                 if (now := client.status()["state"]) not in states:
@@ -88,7 +88,7 @@ def hold(client: RolloutClient, what: str, undone: str, states: tuple[str, ...],
             wait(LOOK_S)
     except KeyboardInterrupt:
         tell(f"stopped; the service {undone}, unless another client holds it")
-        return STATUS
+        return INTERRUPTED
 
 
 def state(client: RolloutClient) -> str:

@@ -75,7 +75,13 @@ def show(console: Console, tokenizer: Any, samples: list[Sample]) -> None:
         text = tokenizer.decode(best.token_ids.tolist(), skip_special_tokens=True).strip()
         console.print(f"\n[bold]{escape(question)}[/bold]")
         console.print(escape(text))
-        console.print(f"[dim]sample {best.index}, {best.finish_reason}, mean log-prob {best.logprobs.mean():.2f}[/dim]")
+        console.print(f"[dim]{about(best, len(group))}[/dim]")
+
+
+def about(best: Sample, n: int) -> str:
+    """Describe the answer that is shown."""
+    mean = f"{best.logprobs.mean():.2f}"
+    return f"sample {best.index}, the one of {n} with the highest mean log-prob: {mean}, {best.finish_reason}"
 
 
 def summary(console: Console, status: dict[str, Any], samples: list[Sample], seconds: float) -> None:
@@ -89,3 +95,4 @@ def summary(console: Console, status: dict[str, Any], samples: list[Sample], sec
         f"each prompt was prefilled once and forked: {status['prefill_tokens']} tokens prefilled, "
         f"{status['fork_saved_tokens']} prefill tokens saved, {status['fork_shared_blocks']} KV blocks shared"
     )
+    console.print("next: the examples of README.md, on a service that you start")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from rollout import models
 from rollout.client.text import text_of
 from rollout.commands.connecting import connected
-from rollout.commands.interrupt import STATUS
+from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
 from rollout.commands.sample_file import Prompt, complete_groups, keep_groups, open_out
@@ -151,7 +151,7 @@ def write(
             stopped = f"stopped, --resume generates the other {total - written.samples:,}: "
     errors = f"; {counted(written.failed, 'sample')} ended in an error, see their lines" if written.failed else ""
     print(f"rollout generate: {stopped}{written.summary()}{errors}", file=sys.stderr)
-    return STATUS if stopped else 1 if written.failed else 0
+    return INTERRUPTED if stopped else 1 if written.failed else 0
 
 
 def read_lines(path: Path) -> list[PromptLine]:

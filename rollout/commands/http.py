@@ -4,31 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout.commands.arguments import HttpArgs
 from rollout.commands.connecting import connected
+from rollout.commands.interrupt import INTERRUPTED
+from rollout.commands.progress import write_line
 from rollout.config import InputError
 from rollout.process import check_writable, write_atomically
 from rollout.transport.keys.files import BadKeys, read_private
 
+if TYPE_CHECKING:
+    from rollout.http.settings import Settings
+
 
 def run(args: HttpArgs) -> int:
-    """Serve until Ctrl-C or SIGTERM. Returns the exit status. Raises InputError, ModelNotFound, RolloutError."""
+    """Serve until Ctrl-C, whose exit status is 130, or SIGTERM: 0. Raises InputError, ModelNotFound, RolloutError."""
     try:
         from rollout.http.gateway import run as run_gateway
         from rollout.http.request_log import log_to_stderr
-        from rollout.http.settings import Settings
         from rollout.http.upstream import model_name
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed: pip install 'rl-rollout[http]'") from error
     from rollout import models
 
     check_writable("--ready-file", args.ready_file)
+    settings = settings_of(args)
+    models.hide_progress_bars()
+    log_to_stderr(args.log_level)
+
+    def ready(url: str, admin: str) -> None:
+        where = f"{url}/v1" if admin == url else f"{url}/v1, administrators at {admin}"
+        names = ", ".join(settings.names or [model_name(client.info)])
+        print(f"rollout http: {names} of {args.address} at {where}; {url} lists the routes", file=sys.stderr, flush=True)
+        if args.ready_file:
+            write_atomically(Path(args.ready_file), f"{url}\n{admin}\n")
+
+    signals: list[int] = []
+
+    def stopping(number: int) -> None:
+        if not signals:
+            write_line(f"rollout http: stopping; open requests have {settings.limits.grace_s:.0f} s to finish")
+        signals.append(number)
+
+    with connected(args.address, "rollout http", wait_s=args.wait) as client:
+        tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
+        gc.collect()
+        gc.freeze()  # half a million objects of the tokenizer: collecting them takes as long as a hundred requests
+        try:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(run_gateway(client, tokenizer, settings, ready, stopping=stopping))
+        finally:
+            gc.unfreeze()
+    write_line("rollout http: stopped")
+    return INTERRUPTED if signal.SIGINT in signals else 0
+
+
+def settings_of(args: HttpArgs) -> Settings:
+    """Make the settings of the gateway. Raises InputError."""
+    from rollout.http.settings import Settings
+
     try:
-        settings = Settings(
+        return Settings(
             host=args.host,
             port=args.port,
             admin_host=args.admin_host,
@@ -41,28 +82,6 @@ def run(args: HttpArgs) -> int:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
-    if args.ready_file and not Path(args.ready_file).absolute().parent.is_dir():
-        raise InputError(f"--ready-file {args.ready_file}: its folder does not exist; create it first")
-    models.hide_progress_bars()
-    log_to_stderr(args.log_level)
-
-    def ready(url: str, admin: str) -> None:
-        where = f"{url}/v1" if admin == url else f"{url}/v1, administrators at {admin}"
-        names = ", ".join(settings.names or [model_name(client.info)])
-        print(f"rollout http: {names} of {args.address} at {where}; {url} lists the routes", file=sys.stderr, flush=True)
-        if args.ready_file:
-            write_atomically(Path(args.ready_file), f"{url}\n{admin}\n")
-
-    with connected(args.address, "rollout http", wait_s=args.wait) as client:
-        tokenizer = models.load_tokenizer(models.resolve(args.tokenizer or client.info.model))
-        gc.collect()
-        gc.freeze()  # half a million objects of the tokenizer: collecting them takes as long as a hundred requests
-        try:
-            with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(run_gateway(client, tokenizer, settings, ready))
-        finally:
-            gc.unfreeze()
-    return 0
 
 
 def token_of(path: str | None) -> str | None:

@@ -9,14 +9,14 @@ import os
 import signal
 from types import FrameType
 
-STATUS = 130
+INTERRUPTED = 130
 """exit status after Ctrl-C"""
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
     """Say so and exit."""
     os.write(2, b"rollout: stopped\n")
-    os._exit(STATUS)
+    os._exit(INTERRUPTED)
 
 
 def imports_begin() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from rollout.config import Config
@@ -17,6 +17,12 @@ SLOW = ("plain", "torch")
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Write a number with its noun: 1 sample, 1,024 samples. plural: if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def model_name(status: Mapping[str, Any]) -> str:
+    """Return the name by which the model of a service is known: as it was given, or that of its folder."""
+    name: str = status.get("service", {}).get("served_model_name") or PurePath(status["model"]).name
+    return name
 
 
 def short(number: float) -> str:

@@ -26,7 +26,7 @@ from rollout.commands.arguments import (
     UsageError,
 )
 from rollout.commands.connecting import connected
-from rollout.commands.interrupt import STATUS, imports_end
+from rollout.commands.interrupt import INTERRUPTED, imports_end
 from rollout.config import CannotServe, Config, InputError
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
-        return STATUS
+        return INTERRUPTED
     except UsageError as error:
         print(f"rollout: {error}", file=sys.stderr)
         return 2

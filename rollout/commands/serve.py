@@ -1,4 +1,4 @@
-"""`rollout serve`: from a configuration to a service that runs until it is told to stop."""
+"""`rollout serve`: from a configuration to a service that runs until a signal stops it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def serve_on(service: Service) -> None:
     try:
         service.run()
     finally:
-        gc.unfreeze()  # what is never collected is told as leaked by libraries, on the last screen that a user sees
+        gc.unfreeze()  # libraries report what is never collected as leaked, on the last screen that a user sees
 
 
 def configured(args: ServeArgs) -> Config:

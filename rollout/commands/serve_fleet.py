@@ -137,7 +137,7 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
     try:
         return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, Reservation(fleet.ray_cpus, gpus))
     except ModuleNotFoundError as error:
-        raise CannotServe(f"--ray: {error}; pip install 'rl-rollout[ray]'") from error
+        raise CannotServe(f"--ray: {error.name} is not installed: pip install 'rl-rollout[ray]'") from error
     except (RuntimeError, TimeoutError) as error:
         raise CannotServe(str(error) or "Ray does not start") from error
 

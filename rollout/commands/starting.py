@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.commands import lines
-from rollout.commands.interrupt import STATUS
+from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.progress import Phases, nothing
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.engine.forward.shapes import is_random
@@ -160,7 +160,7 @@ class Stopper:
             self._write(f"rollout serve: {self.stopping()}")
         self.asked = True
         if number == signal.SIGINT:
-            self.status = STATUS
+            self.status = INTERRUPTED
         if self.service_stop is None:
             raise SystemExit(self.status)  # lost if Python runs a finalizer just then
         self.service_stop()

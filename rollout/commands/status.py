@@ -6,12 +6,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 from rollout.commands.arguments import StatusArgs
 from rollout.commands.connecting import connected
-from rollout.commands.lines import counted, duration
+from rollout.commands.lines import counted, duration, model_name
 from rollout.transport.errors import RequestTimeout, ServiceLost, shown
 
 MOST_CLIENTS = 4
@@ -23,7 +22,7 @@ DIGEST = 12
 def run(args: StatusArgs) -> int:
     """Print the status of a running service. Retry for `args.wait` seconds and print the reason of each failure. Returns the
     exit status. Raises InputError, ServiceLost, RequestTimeout."""
-    until, told = time.monotonic() + args.wait, ""
+    until, reported = time.monotonic() + args.wait, ""
     while True:
         try:
             with connected(args.address, "rollout status", args.timeout) as client:
@@ -33,9 +32,9 @@ def run(args: StatusArgs) -> int:
         except (RequestTimeout, ServiceLost) as error:
             if time.monotonic() >= until:
                 raise
-            if told != error.message:
-                told = error.message
-                print(f"rollout status: {told}; asking again", file=sys.stderr, flush=True)
+            if reported != error.message:
+                reported = error.message
+                print(f"rollout status: {reported}; asking again", file=sys.stderr, flush=True)
 
 
 def report(status: Mapping[str, Any]) -> list[str]:
@@ -55,7 +54,7 @@ def report(status: Mapping[str, Any]) -> list[str]:
 
 
 def _model(status: Mapping[str, Any]) -> str:
-    parts = [PurePath(status["model"]).name, *(str(status[name]) for name in ("dtype", "isa", "arithmetic") if name in status)]
+    parts = [model_name(status), *(str(status[name]) for name in ("dtype", "isa", "arithmetic") if name in status)]
     return ", ".join(parts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import PurePath
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from rollout.client.api import RolloutClient
 from rollout.commands.connecting import connected
-from rollout.commands.lines import duration
+from rollout.commands.lines import duration, model_name
 from rollout.config import InputError
 from rollout.transport.errors import shown
 
@@ -49,7 +48,7 @@ class View:
         assert self._last is not None, "add a status first"
         status = self._last[1]
         service = status.get("service", {})
-        model = shown(PurePath(status["model"]).name)
+        model = shown(model_name(status))
         title = f"rollout · {model} · {self.address} · up {duration(service.get('uptime_s', 0.0))}"
         return Panel(
             Group(

@@ -13,7 +13,7 @@ PACKAGES = ("torch", "transformers")
 
 def lines() -> list[str]:
     """Return the versions of the package, Python, torch and transformers, and the kernels of this CPU, best first."""
-    kernels = [f"{name} ({'compiled' if build.is_built(name) else 'compiled at first use'})" for name in isa.here()]
+    kernels = [f"{name} ({state_of(name)})" for name in isa.here()]
     best = isa.best()
     return [
         f"rollout {__version__}",
@@ -22,6 +22,17 @@ def lines() -> list[str]:
         f"kernels {', '.join(kernels)}",
         f"arithmetic {isa.isa_of(best).arithmetic} (of {best})",
     ]
+
+
+def state_of(kernels: str) -> str:
+    """Say where the kernels of an instruction set come from."""
+    if kernels in build.installed_kernels():
+        return "installed"
+    try:
+        build.find_compiler()
+    except build.NativeUnavailable:
+        return "no compiler"
+    return "compiled" if build.is_built(kernels) else "compiled at first use"
 
 
 def installed(package: str) -> str:

@@ -7,6 +7,8 @@ The service uses one arithmetic for each query and chunk of keys, and this modul
         └─────► torch's SDPA, recomputed ◄── grad of out         backward: an ordinary gradient, in fp32 if this CPU
                                                                  is slow in bf16
 
+SDPA has no soft caps and no sinks: for layers with them, the backward computes plain attention in fp32, one KV head at a time.
+
 It works for every transformers model that the service runs, on the CPU and on CUDA, with the same block_size. A batch may have
 padded rows, packed rows or trees (`rollout.exact.layout`).
 """
@@ -23,14 +25,14 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rollout.engine.cpu.backward import fast_in_bf16
 from rollout.engine.devices import NativeAttention, ReferenceAttention
+from rollout.engine.forward.attention import Scores
+from rollout.engine.kv.pages import KVGeometry
 from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
+from rollout.exact.recurrence import ROWS
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, float, int], torch.Tensor]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, Scores], torch.Tensor]
 """signature of `rollout.engine.devices.Backend.attend`"""
-
-ROWS = "exact_rows"
-"""keyword argument that passes the `BatchLayout` to each layer's attention"""
 
 
 def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str | None = None) -> str:
@@ -63,6 +65,8 @@ def register(name: str, attend: Attend, block_size: int) -> str:
         attention_mask: Any,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         found = kwargs.get(ROWS, attention_mask)
@@ -70,7 +74,8 @@ def register(name: str, attend: Attend, block_size: int) -> str:
             raise ValueError("the service's attention takes a mask [B, L], or none; for others call use_exact_attention(model)")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         apply: Any = _Attention.apply
-        return apply(query, key, value, found, attend, scaling, sliding_window or 0), None
+        scores = Scores(scaling, sliding_window or 0, softcap or 0.0)
+        return apply(query, key, value, s_aux, found, attend, scores), None
 
     AttentionMaskInterface.register(name, rows)
     AttentionInterface.register(name, attention)
@@ -128,40 +133,74 @@ class _Attention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sinks: torch.Tensor | None,
         rows: BatchLayout,
         attend: Attend,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
-        """Compute attention: query [B, q_heads, L, D], key and value [B, kv_heads, L, D] → [B, L, q_heads, D], zero for
-        padding."""
-        ctx.save_for_backward(query, key, value)
-        ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
+        """Compute attention: query [B, q_heads, L, D], key [B, kv_heads, L, D], value [B, kv_heads, L, E], sinks [q_heads] →
+        [B, L, q_heads, E], zero for padding."""
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.rows, ctx.scores = rows, scores
         b, q_heads, length, dim = query.shape
-        tokens = rows.on(query.device).tokens
-        q, k, v = (x.transpose(1, 2).reshape(b * length, x.shape[1], dim)[tokens] for x in (query, key, value))
-        pool = SimpleNamespace(
-            data=query.new_empty((rows.blocks, 1, 2, key.shape[1], rows.block_size, dim)), block_size=rows.block_size
-        )
-        out = query.new_zeros(b * length, q_heads, dim)
-        out[tokens] = attend(0, q, k, v, rows.batch, pool, scaling, window)
-        return out.view(b, length, q_heads, dim)
+        tokens, width = rows.on(query.device).tokens, value.shape[3]
+        q, k, v = (x.transpose(1, 2).reshape(b * length, x.shape[1], x.shape[3])[tokens] for x in (query, key, value))
+        geometry = KVGeometry(1, key.shape[1], dim, query.dtype, None if width == dim else width)
+        data = query.new_empty((rows.blocks, *geometry.block_shape(rows.block_size)))
+        pool = SimpleNamespace(data=data, block_size=rows.block_size, geometry=geometry)
+        out = query.new_zeros(b * length, q_heads, width)
+        out[tokens] = attend(0, q, k, v, rows.batch, pool, scores._replace(sinks=sinks))
+        return out.view(b, length, q_heads, width)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # read once: with checkpointing, each access recomputes them
+        *saved, sinks = ctx.saved_tensors  # read once: with checkpointing, each access recomputes them
         dtype = saved[0].dtype
         wide = grad.device.type == "cpu" and dtype == torch.bfloat16 and not fast_in_bf16()
         among = torch.float32 if wide else dtype
         query, key, value = (x.detach().to(among).requires_grad_() for x in saved)
         there = ctx.rows.on(grad.device)
         seen = there.seen
-        if ctx.window:
+        if ctx.scores.window:
             depth = there.depth
-            seen = seen & (depth[:, :, None] - depth[:, None, :] < ctx.window)
+            seen = seen & (depth[:, :, None] - depth[:, None, :] < ctx.scores.window)
+        if ctx.scores.softcap or sinks is not None:
+            return *_plain_gradients(saved, sinks, grad.transpose(1, 2), seen, ctx.scores), None, None, None
         with torch.enable_grad():
             out = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=seen[:, None], scale=ctx.scaling, enable_gqa=True
+                query, key, value, attn_mask=seen[:, None], scale=ctx.scores.scaling, enable_gqa=True
             )
             grads = torch.autograd.grad(out, (query, key, value), grad.transpose(1, 2).to(among))
         return *(each.to(dtype) for each in grads), None, None, None, None
+
+
+def _plain_gradients(
+    tensors: list[torch.Tensor], sinks: torch.Tensor | None, grad: torch.Tensor, seen: torch.Tensor, scores: Scores
+) -> list[torch.Tensor | None]:
+    """Return the gradients of query, key, value (`tensors`, as in `_Attention.forward`) and sinks, for that of the output,
+    [B, q_heads, L, E]. seen: [B, L, L] bool. Memory: a few [B, group, L, L] in fp32."""
+    heads = tensors[1].shape[1]
+    inputs = tensors if sinks is None else [*tensors, sinks[None]]
+    found = []
+    for head in range(heads):
+        part = [x.chunk(heads, 1)[head].detach().float().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            asked = scores._replace(sinks=None if sinks is None else part[3][0])
+            out = plain_attention(part[0], part[1], part[2], seen, asked)
+        found.append(torch.autograd.grad(out, part, grad.chunk(heads, 1)[head].float()))
+    grads = [torch.cat(parts, 1).to(like.dtype) for parts, like in zip(zip(*found, strict=True), inputs, strict=True)]
+    return [*grads[:3], None if sinks is None else grads[3][0]]
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Return [B, group, L, E] attention of one KV head by its definition: query [B, group, L, D], key [B, 1, L, D], value
+    [B, 1, L, E], seen [B, L, L] bool, `scores.sinks` [group]; the window is in `seen`."""
+    products = query @ key.transpose(2, 3) * scores.scaling
+    if scores.softcap:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    products = products.masked_fill(~seen[:, None], -torch.inf)
+    if scores.sinks is not None:
+        products = torch.cat([products, scores.sinks[:, None, None].expand(*products.shape[:3], 1)], 3)
+    return products.softmax(3)[..., : key.shape[2]] @ value

@@ -25,7 +25,7 @@ class BatchLayout:
         """paths: for each sequence, the indices of its tokens in the flattened batch, in order. seen: [B, L, L] bool if
         sequences share tokens, else None."""
         self.block_size, self.shape = block_size, shape
-        self._paths, self._seen = paths, seen
+        self.paths, self._seen = paths, seen
         tokens, slots, tables, starts = [], [], [], [0]
         block_that_ends_with: dict[int, int] = {}
         blocks = 0
@@ -55,6 +55,11 @@ class BatchLayout:
         self.tokens = torch.from_numpy(np.concatenate(tokens))
         """[T] int64: indices in the flattened batch; a duplicate gets the same output twice"""
         self._there: dict[torch.device, DeviceLayout] = {}
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Return whether sequences share tokens."""
+        return self._seen is not None
 
     @cached_property
     def batch(self) -> Any:
@@ -88,7 +93,7 @@ class BatchLayout:
     def depth(self) -> torch.Tensor:
         """Return [B, L] int64: the position of each token in its sequence; 0 for padding."""
         depth = np.zeros(self.shape[0] * self.shape[1], np.int64)
-        for path in self._paths:
+        for path in self.paths:
             depth[path] = np.arange(len(path))
         return torch.from_numpy(depth).view(self.shape)
 
@@ -99,7 +104,7 @@ class BatchLayout:
         seen = self._seen
         if seen is None:
             owner = np.full(self.shape[0] * self.shape[1], -1, np.int64)
-            for number, path in enumerate(self._paths):
+            for number, path in enumerate(self.paths):
                 owner[path] = number
             of = torch.from_numpy(owner).view(self.shape)
             seen = ((of[:, :, None] == of[:, None, :]) & (of >= 0)[:, None, :]).tril()

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from rollout.engine.cpu.exact_modules import plain_products, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
-from rollout.engine.cpu.products import isas_for, plain_products, products_of, use_products
+from rollout.engine.cpu.products import isas_for, products_of
 from rollout.engine.forward.arithmetic import without_fp8
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
+from rollout.exact.recurrence import use_exact_recurrence
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,16 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
         return _use_exact_on_device(model, arithmetic, block_size)
     products, attention = isas_for(arithmetic)  # before anything is changed
     undo = use_exact_attention(model, block_size, threads, attention)
+    restore: list[Callable[[], None]] = []
 
     def remove() -> None:
         undo()
         plain_products(model)
+        for each in restore:
+            each()
 
     try:
+        restore.append(use_exact_recurrence(model, threads, products))
         use_products(model, products)
         _use_whole_vectors(model)
     except BaseException:

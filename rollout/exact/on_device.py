@@ -14,13 +14,14 @@ import torch
 from rollout.engine.cuda import exact
 from rollout.engine.cuda.exact import make_exact, make_plain
 from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
+from rollout.engine.forward.attention import Scores
 
 ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
 """of a service on CUDA with `exact = true`"""
 
 
-Heads = tuple[int, int, int, int]
-"""query heads, KV heads, head dimension, bytes of a number"""
+Heads = tuple[int, int, int, int, int]
+"""query heads, KV heads, widths of K and of V, bytes of a number"""
 
 
 class DeviceAttention:
@@ -42,19 +43,19 @@ class DeviceAttention:
         value: torch.Tensor,
         batch: Any,
         kv: Any,
-        scaling: float,
-        window: int,
+        scores: Scores,
     ) -> torch.Tensor:
         wanted = StepCapacity(
             tokens=max(len(query), 16), rows=max(len(batch.block_table), 16), columns=batch.block_table.shape[1],
             q_heads=query.shape[1], kv_heads=key.shape[1], head_dim=key.shape[2], itemsize=query.element_size(),
+            other_value_dim=None if value.shape[2] == key.shape[2] else value.shape[2],
         )  # fmt: skip
         kind = heads_of(wanted)
         inner = self._fitting(kind, wanted)
         if kind not in self._prepared or self._prepared[kind][0] is not batch:
             self._prepared[kind] = batch, inner.prepare(batch, kv)
         batch.attention = self._prepared[kind][1]
-        return inner.attend(layer, query, key, value, batch, kv, scaling, window)
+        return inner.attend(layer, query, key, value, batch, kv, scores)
 
     def _fitting(self, kind: Heads, wanted: StepCapacity) -> TritonAttention:
         inner = self._kinds.get(kind)
@@ -66,7 +67,7 @@ class DeviceAttention:
 
 def heads_of(capacity: StepCapacity) -> Heads:
     """Return what the arrays of one `TritonAttention` are for."""
-    return capacity.q_heads, capacity.kv_heads, capacity.head_dim, capacity.itemsize
+    return capacity.q_heads, capacity.kv_heads, capacity.head_dim, capacity.value_dim, capacity.itemsize
 
 
 def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:

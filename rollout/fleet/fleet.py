@@ -115,15 +115,15 @@ class Fleet:
     ) -> None:
         """Wait until replicas serve: `count` of them, None = all; or are linked, if the live weights were lost. report: takes a
         line for each. Raises ServiceLost with the reason if a replica ends, unless `patient`, or at the time-out."""
-        told = set[str]()
+        reported = set[str]()
         deadline = time.monotonic() + timeout
         while True:
             self.step()
             up = self.replicas.linked() if self.weights.lost else self.replicas.serving()
             wanted = count or max(1, len(self.replicas.scaling.names))
-            for one in [one for one in up if one.name not in told]:
-                told.add(one.name)
-                report(f"replica {one.name} ready, {len(told)} of {wanted}")
+            for one in [one for one in up if one.name not in reported]:
+                reported.add(one.name)
+                report(f"replica {one.name} ready, {len(reported)} of {wanted}")
             if len(up) >= wanted:
                 return
             if (self.replicas.deaths and not patient) or time.monotonic() > deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from rollout.config import nearest
 from rollout.http.errors import NO_JSON, HttpError, bad, response_of
 from rollout.http.settings import RequestLimits
 
@@ -23,6 +25,10 @@ Handler = Callable[..., Awaitable[Any]]
 DISCONNECTED = "rollout.disconnected"
 """key in the ASGI scope of a future that is done once the client has disconnected. uvicorn reports a disconnect only to the
 last request of a connection, not to one with others pipelined after it"""
+
+
+UNKNOWN = re.compile(r"unknown field `(\w+)`$")
+"""of the body itself, as msgspec words it"""
 
 
 class Endpoints:
@@ -53,7 +59,7 @@ class Endpoints:
         try:
             return decoder.decode(body or b"{}")
         except msgspec.ValidationError as error:
-            raise bad(str(error)) from None
+            raise bad(f"{error}{near(str(error), decoder.type)}") from None
         except NO_JSON as error:
             raise bad(f"the body is not valid JSON: {error}") from None
 
@@ -168,3 +174,9 @@ async def events(first: Any, contents: AsyncGenerator[Any, None]) -> AsyncGenera
 
 def event_of(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
+
+
+def near(error: str, body: Any) -> str:
+    """Name the field of a body that was probably meant by an unknown one; "" for other errors."""
+    unknown = UNKNOWN.search(error)
+    return "" if unknown is None else nearest(unknown[1], getattr(body, "__struct_encode_fields__", ()))

@@ -79,12 +79,19 @@ async def run(
     settings: Settings,
     ready: Callable[[str, str], None],
     stop: asyncio.Event | None = None,
+    stopping: Callable[[int], None] = lambda number: None,
 ) -> None:
     """Serve until `stop`, SIGINT or SIGTERM. Raises InputError for an address that cannot be bound.
 
     Args:
-        ready: called with the main and the administrators' URL, which may be the same, once the process listens."""
+        ready: called with the main and the administrators' URL, which may be the same, once the process listens.
+        stopping: called with the number of each signal."""
     stop, limits = stop or asyncio.Event(), settings.limits
+
+    def on_signal(number: int) -> None:
+        stopping(number)
+        stop.set()
+
     raise_open_files(limits.max_connections)
     main = listen(settings.host, settings.port)
     admin = None if settings.admin_port is None else listen(settings.admin_host, settings.admin_port)
@@ -94,7 +101,7 @@ async def run(
     loop = asyncio.get_running_loop()
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, on_signal, number)
     except (RuntimeError, ValueError):  # not the main thread; the caller has `stop`
         pass
     try:

@@ -68,7 +68,10 @@ METRICS: dict[str, Metric] = {
     "engine/batch_size": Metric("tokens/step", "window", "sampled tokens per step"),
     "engine/step_s": Metric("s", "window", "duration of a step"),
     "engine/busy_ratio": Metric(
-        "fraction", "window", "fraction of the time spent in steps; of a fleet, the mean over its replicas"
+        "fraction",
+        "window",
+        "fraction of the time spent in steps; of a fleet, the mean over its replicas; a step that began before the window "
+        "counts whole, up to a ratio of 1",
     ),
     "engine/host_ratio": Metric(
         "fraction",

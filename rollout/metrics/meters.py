@@ -142,7 +142,7 @@ class EngineMeter:
         for name, gauge in GAUGES.items():
             try:
                 row[name] = float(gauge(last))
-            except (KeyError, ZeroDivisionError):  # not told, or a pool that does not exist
+            except (KeyError, ZeroDivisionError):  # not reported, or a pool that does not exist
                 continue
         grown = {key: last[key] - first[key] for key in last.keys() & first.keys() if type(last[key]) in (int, float)}
         grown["elapsed"] = ended - began

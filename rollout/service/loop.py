@@ -303,6 +303,7 @@ class Service:
             "metrics": self._running.tracker.row,
             "service": {
                 "endpoint": self.endpoint,
+                "served_model_name": self._config.served_model_name,
                 "incarnation": self.incarnation,
                 "uptime_s": round(self._clock() - self._started, 3),
                 "steps": self._running.steps,

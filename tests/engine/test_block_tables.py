@@ -19,7 +19,7 @@ class Setting:
         self.store = BlockStore(device_blocks, 0)
         self.running = RunningTable(4, device_blocks)
         self.counters = Counters()
-        self.tables = BlockTables(4, self.store, self.counters)
+        self.tables = BlockTables(4, self.store, self.counters, states=None)
 
     def sequence(self, *prompt: int, **sampling: int) -> Sequence:
         group = Group("g", np.array(prompt, np.int32), Sampling(**sampling))  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +14,14 @@ import torch
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import build
-from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.cpu.attention import NativeAttention, Widths
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
 from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
-from rollout.engine.forward.reference import ReferenceAttention
+from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.reference import ReferenceAttention, tanh
+from tests.support import paged
 from tests.support.isas import best_first
 from tests.support.paged import (
     BF16,
@@ -35,6 +36,7 @@ from tests.support.paged import (
     oracle,
     pool,
     same_bits,
+    scores_of,
     step_arrays,
     text,
     tokens,
@@ -46,22 +48,26 @@ HERE = [isa for isa in here() if isa not in EMULATED]
 """attention has no tile instructions: what is emulated is avx512_bf16"""
 
 
+def widths(shape: Shape) -> Widths | None:
+    return None if shape.value_dim is None else Widths(shape.kv_heads, shape.block_size, shape.dim, shape.value_dim)
+
+
 def attend(
     backend: NativeAttention, shape: Shape, made: Tokens, steps: list[list[Row]], share: bool = True
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run steps of rows over a fresh pool: (outputs [T, q_heads, D], lse [T, q_heads]) of each sequence. Tokens that were
     computed before (a prefix in common) need no row of their own; they stay NaN in the result."""
     data = pool(shape, made.blocks)
-    outputs = [torch.full_like(q, torch.nan) for q in made.q]
+    outputs = [torch.full((*q.shape[:2], shape.width), torch.nan, dtype=q.dtype) for q in made.q]
     sums = [torch.full(q.shape[:2], torch.nan) for q in made.q]
     for rows in steps:
         arrays = step_arrays(shape, made, rows)
         if not share:
             arrays["shared"] = None
-        step = backend.step(data, q_heads=shape.q_heads, **arrays)
+        step = backend.step(data, q_heads=shape.q_heads, **arrays, widths=widths(shape))
         q, k, v = (torch.cat([x[i][a : a + n] for i, a, n in rows]) for x in (made.q, made.k, made.v))
         lse = torch.empty(q.shape[:2])
-        out = backend.run(step, 1, q, k, v, shape.dim**-0.5, shape.window, lse=lse)
+        out = backend.run(step, 1, q, k, v, scores_of(shape), lse=lse)
         for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
             outputs[i][a : a + n], sums[i][a : a + n] = out[at : at + n], lse[at : at + n]
     return outputs, sums
@@ -96,6 +102,13 @@ SHAPES = [
     Shape(window=23),
     Shape(window=500),
     Shape(dim=24, block_size=8, window=11),
+    Shape(sinks=True),
+    Shape(softcap=2.0),
+    Shape(softcap=50.0, q_heads=9, kv_heads=3, block_size=32),
+    Shape(q_heads=4, kv_heads=4, dim=96, value_dim=64),
+    Shape(q_heads=2, kv_heads=1, dim=48, value_dim=112, window=23, sinks=True),
+    Shape(q_heads=4, kv_heads=2, dim=24, value_dim=12, block_size=8),
+    Shape(q_heads=3, kv_heads=1, dim=32, value_dim=20, block_size=4, window=11, softcap=2.0, sinks=True),
 ]
 
 
@@ -126,30 +139,96 @@ def test_scores_that_differ_by_thousands(best: NativeAttention) -> None:
             torch.testing.assert_close(sums[0][89], torch.full((shape.q_heads,), 64 * 64 * 64**-0.5), atol=1e-3, rtol=0)
 
 
+SEAM = [Shape(), *SHAPES[15:]]
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_the_reference_backend_agrees(dtype: torch.dtype, best: NativeAttention) -> None:
-    """Both through the seam's contract, in steps that mix prefill and decode; what stands behind the tokens is padding."""
-    shape = Shape(dtype=dtype)
-    made = tokens(shape, [(None, 0), (0, 2), (0, 2), (None, 0)], [60, 45, 70, 9])
+@pytest.mark.parametrize("shape", SEAM, ids=text)
+def test_both_backends_agree_through_the_seam(shape: Shape, dtype: torch.dtype, best: NativeAttention) -> None:
+    """In steps that mix prefill and decode, with padding: right, and each has the bits of a sequence alone."""
+    shape = shape._replace(dtype=dtype)
+    shared = 32 // shape.block_size
+    made = tokens(shape, [(None, 0), (0, shared), (0, shared), (None, 0)], [60, 45, 70, 9])
     schedule = [[(0, 0, 60), (3, 0, 8)], [(1, 32, 13), (2, 32, 38), (3, 8, 1)]]
-    outputs: dict[str, list[torch.Tensor]] = {}
     for each in (best, ReferenceAttention()):
-        kv = SimpleNamespace(data=pool(shape, made.blocks), block_size=shape.block_size)
-        outputs[each.name] = []
-        for rows in schedule:
-            arrays = step_arrays(shape, made, rows)
-            arrays["block_table"][arrays["block_table"] == 10**6] = 0
-            arrays["slots"] = torch.from_numpy(arrays["slots"])
-            batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]), attention={})
-            q, k, v = (torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:3]]) for x in (made.q, made.k, made.v))
-            out = each.attend(1, q, k, v, batch, kv, shape.dim**-0.5, 0)
-            assert (out[batch.num_tokens :] == 0).all()
-            outputs[each.name].append(out[: batch.num_tokens])
-    for one, other in zip(*outputs.values(), strict=True):
-        if dtype == FP32:
-            assert_close(shape, one, other.double())
-        else:  # both are rounded: one unit in the last place, and what `assert_close` allows
-            torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8)
+        alone = paged.attend(each, shape, made, whole(made))
+        assert same_bits(alone, paged.attend(each, shape, made, schedule))
+        for i in range(4):
+            assert_close(shape, alone[i], oracle(shape, made, i)[0])
+
+
+def drawn(seed: int) -> tuple[Shape, Tokens, list[list[Row]]]:
+    """Draw a shape, four sequences with prefixes in common, and steps of random rows that compute them."""
+    r = np.random.default_rng(seed)
+    kv_heads, size, value_dim = int(r.integers(1, 4)), int(r.choice([4, 8, 16, 32])), int(r.integers(1, 6)) * 8
+    shape = Shape(
+        int(r.integers(1, 6)) * kv_heads, kv_heads, int(r.integers(1, 6)) * 8, size, int(r.choice([0, 1, 9, 33])),
+        (FP32, BF16)[int(r.integers(2))], (None, value_dim)[int(r.integers(2))], float(r.choice([0, 1.5, 30])),
+        bool(r.integers(2)),
+    )  # fmt: skip
+    shared = int(r.integers(1, 1 + 32 // size))
+    prefixes: list[tuple[int | None, int]] = [(None, 0), (0, shared), (1, shared), (None, 0)]
+    lengths = [int(shared * size + r.integers(1, 50)) for _ in range(4)]
+    done, steps = [0] * 4, []
+    while pending := [i for i in range(4) if done[i] < lengths[i]]:
+        rows: list[Row] = []
+        for i in r.permutation(pending).tolist():
+            if r.integers(3):
+                rows.append((i, done[i], min(int(r.integers(1, 20)), lengths[i] - done[i])))
+                done[i] += rows[-1][2]
+        steps += [rows] * bool(rows)
+    return shape, tokens(shape, prefixes, lengths, seed), steps
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 200))])
+def test_any_shape_and_any_steps(seed: int, best: NativeAttention) -> None:
+    """Right against double precision, and the bits of each sequence alone in one row; tokens in common are computed by each."""
+    shape, made, steps = drawn(seed)
+    for each in (best, ReferenceAttention()):
+        alone = paged.attend(each, shape, made, whole(made))
+        assert same_bits(alone, paged.attend(each, shape, made, steps)), text(shape)
+        for i in range(4):
+            assert_close(shape, alone[i], oracle(shape, made, i)[0], 2**-7)
+
+
+def test_tanh() -> None:
+    """Of all sizes, to a few units in the last place; odd, and NaN stays NaN."""
+    x = torch.cat([torch.logspace(-30, 30, 4001), torch.linspace(0, 11, 4001), torch.tensor([0.0, torch.inf])])
+    error = (tanh(x).double() - x.double().tanh()).abs() / x.double().tanh().clamp(min=1e-300)
+    assert error.nan_to_num(0).max() < 4 * 2**-24 and tanh(x[-2:]).tolist() == [0, 1]
+    assert torch.equal(tanh(-x), -tanh(x)) and tanh(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_scores_without_what_was_asked_for_are_seen(best: NativeAttention) -> None:
+    """The negative control of sinks and soft caps: a backend that forgets one, or gives a sink to another head."""
+    shape = Shape(softcap=2.0, sinks=True)
+    made = tokens(shape, [(None, 0)], [40])
+    want, asked = oracle(shape, made, 0)[0], scores_of(shape)
+    assert asked.sinks is not None
+    for each in (best, ReferenceAttention()):
+        assert_close(shape, paged.attend(each, shape, made, whole(made))[0], want)
+        for other in (asked._replace(sinks=None), asked._replace(softcap=0.0), asked._replace(sinks=asked.sinks.flip(0))):
+            with pytest.raises(AssertionError):
+                assert_close(shape, paged.attend(each, shape, made, whole(made), scores=other)[0], want)
+
+
+def test_a_sink_takes_all_or_nothing(best: NativeAttention) -> None:
+    """One far above every score leaves zero, one far below the bits without sinks. Scores beyond a soft cap are equal."""
+    for dtype in (FP32, BF16):
+        shape = Shape(dtype=dtype)
+        made = tokens(shape, [(None, 0)], [90])
+        asked, sinks = scores_of(shape), torch.full((shape.q_heads,), 1e4)
+        for each in (best, ReferenceAttention()):
+            plain = paged.attend(each, shape, made, whole(made))[0]
+            above, below = (
+                paged.attend(each, shape, made, whole(made), scores=asked._replace(sinks=x)) for x in (sinks, -sinks)
+            )
+            assert (above[0] == 0).all() and torch.equal(below[0], plain)
+            loud = made._replace(q=[torch.full_like(made.q[0], 100.0)], k=[torch.full_like(made.k[0], 100.0)])
+            even = paged.attend(each, shape, loud, whole(made), scores=asked._replace(softcap=3.0))[0]
+            group = shape.q_heads // shape.kv_heads
+            means = made.v[0].double().cumsum(0) / torch.arange(1, 91)[:, None, None]
+            assert_close(shape, even, means.repeat_interleave(group, 1))
 
 
 def test_strides(best: NativeAttention) -> None:
@@ -163,7 +242,7 @@ def test_strides(best: NativeAttention) -> None:
     views = [x.view(50, -1, shape.dim) for x in (q, k, v)]
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in views]
     for each in (views, heads_first):
-        assert torch.equal(best.run(step, 0, *each, shape.dim**-0.5), want[0])
+        assert torch.equal(best.run(step, 0, *each, scores_of(shape)), want[0])
 
 
 # ── the same to the bit ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,6 +254,10 @@ SAME = [
     Shape(q_heads=4, kv_heads=4, dim=24, block_size=8),
     Shape(window=21),
     Shape(window=40, dtype=FP32),
+    Shape(softcap=2.0, sinks=True),
+    Shape(softcap=2.0, sinks=True, window=40, dtype=FP32),
+    Shape(dim=48, value_dim=32, sinks=True),
+    Shape(dim=24, value_dim=40, block_size=8, dtype=FP32),
 ]
 
 
@@ -227,7 +310,7 @@ def test_prefixes_that_end_inside_a_unit(shape: Shape, backend: NativeAttention)
 
 SLOW = [shape._replace(dtype=FP32) for shape in SHAPES if shape.dim > 80]
 """seconds each in plain C, where an FMA of fp32 is a call"""
-EVERYWHERE = [shape._replace(dtype=dtype) for shape in [*SHAPES[:9], Shape(window=23)] for dtype in (FP32, BF16)]
+EVERYWHERE = [shape._replace(dtype=dtype) for shape in [*SHAPES[:9], Shape(window=23), *SHAPES[15:]] for dtype in (FP32, BF16)]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +364,7 @@ def test_blocks_that_left_the_window_are_not_read(dtype: torch.dtype, backend: N
             data[torch.from_numpy(made.tables[0][: max(0, first - 39) // 16])] = torch.nan
             step = backend.step(data, q_heads=shape.q_heads, **step_arrays(shape, made, [(0, first, count)]))
             q, k, v = (x[0][first : first + count] for x in (made.q, made.k, made.v))
-            out = backend.run(step, 1, q, k, v, shape.dim**-0.5, shape.window)
+            out = backend.run(step, 1, q, k, v, scores_of(shape))
         assert torch.equal(out[0], want[length - 1])
 
 
@@ -295,14 +378,14 @@ def test_a_wrong_block_is_seen(best: NativeAttention) -> None:
     data = pool(shape, made.blocks)
     for rows in prefill:
         step = best.step(data, q_heads=shape.q_heads, **step_arrays(shape, made, rows))
-        best.run(step, 1, *(x[rows[0][0]][:63] for x in (made.q, made.k, made.v)), shape.dim**-0.5)
+        best.run(step, 1, *(x[rows[0][0]][:63] for x in (made.q, made.k, made.v)), scores_of(shape))
 
     def last(tables: list[np.ndarray], values: torch.Tensor, lens: int = 64) -> torch.Tensor:
         arrays = step_arrays(shape, made._replace(tables=tables), [row])
         arrays["context_lens"][:] = lens
         arrays["shared"] = None
         step = best.step(data, q_heads=shape.q_heads, **arrays)
-        return best.run(step, 1, made.q[0][63:], made.k[0][63:], values, shape.dim**-0.5)[0]
+        return best.run(step, 1, made.q[0][63:], made.k[0][63:], values, scores_of(shape))[0]
 
     assert torch.equal(last(made.tables, made.v[0][63:]), want)
     swapped[0][1] = made.tables[1][1]
@@ -358,7 +441,8 @@ def test_wrong_arrays_are_refused(wrong: dict[str, object], message: str, best: 
     ("wrong", "message"),
     [
         ({"layer": 1}, "layer=1 of 1"),
-        ({"window": -1}, "window=-1"),
+        ({"scores": Scores(1.0, window=-1)}, "window=-1"),
+        ({"scores": Scores(1.0, sinks=torch.zeros(3))}, "sinks"),
         ({"query": torch.zeros(3, 4, 64).bfloat16()}, "query"),
         ({"query": torch.zeros(2, 4, 64)}, "query"),
         ({"query": torch.zeros(3, 64, 4).transpose(1, 2)}, "query"),
@@ -371,10 +455,11 @@ def test_wrong_arrays_are_refused(wrong: dict[str, object], message: str, best: 
 )
 def test_wrong_tensors_are_refused(wrong: dict[str, object], message: str, best: NativeAttention) -> None:
     step = best.step(torch.zeros(4, 1, 2, 2, 16, 64), q_heads=4, **GOOD)
-    good = {"layer": 0, "query": torch.zeros(3, 4, 64), "key": torch.zeros(3, 2, 64), "value": torch.zeros(3, 2, 64)}
-    best.run(step, **good, scaling=1.0)
+    good = {"layer": 0, "query": torch.zeros(3, 4, 64), "key": torch.zeros(3, 2, 64), "value": torch.zeros(3, 2, 64),
+            "scores": Scores(1.0)}  # fmt: skip
+    best.run(step, **good)
     with pytest.raises(ValueError, match=message):
-        best.run(step, **{**good, **wrong}, scaling=1.0)
+        best.run(step, **{**good, **wrong})
 
 
 # ── construction ──────────────────────────────────────────────────────────────────────────────────────────────────────

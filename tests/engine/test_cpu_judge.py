@@ -10,8 +10,9 @@ import torch
 
 from rollout.engine.cpu import select_path
 from rollout.engine.cpu.decoder import NativeDecoder, NotNative, look_at_module
+from rollout.engine.cpu.exact_modules import ExactLinear
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.products import ExactLinear, products_of
+from rollout.engine.cpu.products import products_of
 from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.equivalence import ROOMY, assert_same, groups
@@ -90,6 +91,29 @@ def test_another_kind_of_layer_runs_in_the_module_with_our_products() -> None:
     for each in groups()[:3]:
         alone = run(engine, [each])
         assert_same({key: samples[key] for key in alone}, alone)
+
+
+@native
+@pytest.mark.parametrize("name", ["gemma2", "granite_swa", "deepseek_v2"])
+def test_soft_caps_sinks_and_values_of_another_width_alone_and_in_a_crowd(name: str) -> None:
+    samples = run(tiny_engine(name, "bfloat16", **ROOMY), groups())
+    engine = tiny_engine(name, "bfloat16", **ROOMY)
+    assert engine.worker.backend.name == "native" and engine.status()["arithmetic"] == products_of(BEST).arithmetic
+    for each in groups()[:3]:
+        alone = run(engine, [each])
+        assert_same({key: samples[key] for key in alone}, alone)
+
+
+@native
+@pytest.mark.parametrize(("name", "value"), [("sinks", (4,)), ("softcap", 50.0)])
+def test_scores_that_the_decoder_does_not_compute(name: str, value: object) -> None:
+    """A layer that asks for more than a window; its attention is no part of what is compared."""
+    served = Model(tiny("llama", hidden_size=128), "llama")
+    equip(served)
+    assert served.decoder is not None
+    served.asked[1][name] = value
+    computes = equip(served)
+    assert served.decoder is None and "sinks or soft caps" in computes.why
 
 
 def test_experts_are_told(caplog: pytest.LogCaptureFixture) -> None:

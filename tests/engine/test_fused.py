@@ -83,6 +83,13 @@ def test_layers_of_another_kind_are_left_alone(family: str) -> None:
         decoder(tiny(family))
 
 
+def test_scores_that_are_not_computed() -> None:
+    model = Model(tiny("qwen3", **SMALL), "qwen3")
+    model.asked[0]["sinks"] = (model.q_heads,)
+    with pytest.raises(NotFused, match="sinks or soft caps"):
+        FusedDecoder(model.module, model.asked, None)
+
+
 def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
     module = tiny("qwen2", **SMALL)
     want = {name: parameter.clone() for name, parameter in module.named_parameters()}

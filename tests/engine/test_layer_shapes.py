@@ -11,7 +11,7 @@ import torch
 
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.engine import Engine
-from rollout.engine.forward.attention import KVPlace
+from rollout.engine.forward.attention import KVPlace, Scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.forward.self_check import LoadedModel, check_model
@@ -78,9 +78,9 @@ def test_the_kernel_refuses_a_layer_of_another_shape() -> None:
     backend = NativeAttention(1)
     step = backend._step_of(replace(batch, attention={}), kv, 0, 4)
     query, key = torch.zeros(3, 4, 16), torch.zeros(3, 2, 16)
-    backend.run(step, 0, query, key, key, 1.0)
+    backend.run(step, 0, query, key, key, Scores(1.0))
     with pytest.raises(ValueError, match="of another shape"):
-        backend.run(step, 1, query, key, key, 1.0)
+        backend.run(step, 1, query, key, key, Scores(1.0))
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────

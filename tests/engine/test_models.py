@@ -112,10 +112,9 @@ def test_temperature_scales_logprobs() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "feature"),
     [
-        ("gemma2", {"head_dim": 16}, "softcap"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "s_aux"),
+        ("doge", {"num_key_value_heads": 4}, "dynamic_mask|mask"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("qwen3_next", {"num_hidden_layers": 4}, "linear_attention"),
+        ("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention in 1 of 2 layers"),
     ],
 )
 def test_what_the_seam_does_not_serve_is_refused(name: str, overrides: dict, feature: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling import admission
 from rollout.engine.scheduling.admission import COMPUTED_PER_SAMPLED
 from rollout.engine.scheduling.credit import LEVELS
@@ -47,9 +48,7 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
     now, holds = 0.0, 0
     scheduler = Scheduler(
         engine_config(kv_tokens=1, **config),
-        device_blocks=pool // size,
-        host_blocks=host // size,
-        max_blocks=pool // size,
+        PoolCounts(device_blocks=pool // size, host_blocks=host // size, max_blocks=pool // size),
         clock=lambda: now,
     )
     counters, r = scheduler.state.counters, np.random.default_rng(0)

@@ -16,13 +16,14 @@ import pytest
 from rollout.engine.kv import prefix
 from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
 from rollout.engine.kv.store import BlockStore
-from rollout.engine.scheduling import block_tables, conversation, rows
+from rollout.engine.scheduling import block_tables, conversation, rows, states
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
 from rollout.engine.scheduling.queue import RunningTable
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import GroupState, Sequence
 from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
@@ -38,7 +39,8 @@ def named(schedule: Callable[[int], Any], seed: int) -> None:
     try:
         schedule(seed)
     except Exception as error:
-        raise AssertionError(f"{schedule.__name__}({seed}): {error!r}") from error
+        name = getattr(schedule, "func", schedule).__name__
+        raise AssertionError(f"{name}({seed}): {error!r}") from error
 
 
 def test_random_schedules() -> None:
@@ -55,11 +57,19 @@ def test_random_schedules_long() -> None:
         over_seeds(random_schedule, random.SystemRandom().randrange(2**48), 100_000, across)
         over_seeds(tight_schedule, random.SystemRandom().randrange(2**48), 5_000, across)
         over_seeds(conversations, random.SystemRandom().randrange(2**48), 30_000, across)
+        over_seeds(partial(random_schedule, recurrent=True), random.SystemRandom().randrange(2**48), 30_000, across)
+        over_seeds(partial(conversations, recurrent=True), random.SystemRandom().randrange(2**48), 30_000, across)
 
 
 def test_random_conversations() -> None:
     """40 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
     over_seeds(conversations, 0, 40)
+
+
+def test_random_schedules_of_recurrent_state() -> None:
+    """60 schedules each: a row begins with the state of exactly the tokens before it, whatever was moved, lost or shared."""
+    over_seeds(partial(random_schedule, recurrent=True), 0, 60)
+    over_seeds(partial(conversations, recurrent=True), 0, 60)
 
 
 def test_tight_pools_finish() -> None:
@@ -458,3 +468,81 @@ def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkey
         for seed in range(400):
             random_schedule(seed)
             conversations(seed)
+
+
+def patch_state_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a sequence that loses its KV keeps its state, which then advances twice over its tokens"""
+    slots_of = StateSlots.slots_of
+
+    def kept(self: StateSlots, sequences: list[Sequence]) -> tuple[list[int], list[int]]:
+        reads, writes = slots_of(self, sequences)
+        return [write if read < 0 else read for read, write in zip(reads, writes, strict=True)], writes
+
+    monkeypatch.setattr(StateSlots, "slots_of", kept)
+
+
+def patch_state_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child writes the state that its siblings have not read"""
+    monkeypatch.setattr(StateSlots, "_own", lambda self, state: True)
+
+
+def patch_state_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a row reads the slot of another row's state"""
+    slots_of = StateSlots.slots_of
+
+    def turned(self: StateSlots, sequences: list[Sequence]) -> tuple[list[int], list[int]]:
+        reads, writes = slots_of(self, sequences)
+        return [*reads[1:], *reads[:1]], writes
+
+    monkeypatch.setattr(StateSlots, "slots_of", turned)
+
+
+def patch_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a snapshot is written over by the sequence that left it"""
+    leave = StateSlots._leave_snapshot
+
+    def stay(self: StateSlots, seq: Sequence) -> None:
+        leave(self, seq)
+        if seq.state_in is not None and seq.state_out is not None:
+            seq.state_in, seq.state_out = seq.state_out, seq.state_in
+
+    monkeypatch.setattr(StateSlots, "_leave_snapshot", stay)
+
+
+def patch_snapshot_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the key of a snapshot forgets how many blocks are before it"""
+    keys = states.chained
+    monkeypatch.setattr(states, "chained", lambda blocks: keys(blocks)[:1] * len(blocks))
+
+
+def patch_state_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a state that was dropped is read all the same"""
+    monkeypatch.setattr(BlockTables, "cut_lost", lambda self, seq: None)
+
+
+def patch_state_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a sequence that loses its last blocks keeps the state behind them"""
+    monkeypatch.setattr(StateSlots, "drop", lambda self, seq: None)
+
+
+STATE_MUTANTS = [
+    patch_state_kept,
+    patch_state_shared,
+    patch_state_parent,
+    patch_snapshot,
+    patch_snapshot_key,
+    patch_state_lost,
+    patch_state_cut,
+]
+
+
+@pytest.mark.parametrize("mutant", STATE_MUTANTS, ids=lambda mutant: mutant.__doc__)
+def test_mutants_of_recurrent_state_are_caught(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the schedules of recurrent state."""
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
+        for seed in range(400):
+            random_schedule(seed, recurrent=True)
+            conversations(seed, recurrent=True)

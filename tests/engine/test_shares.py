@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, ClientCredit
 from rollout.engine.scheduling.fairness import RoundRobin
 from rollout.engine.scheduling.scheduler import Scheduler
@@ -274,8 +275,7 @@ def short_scheduler(device_blocks: int = 4000) -> tuple[Scheduler, list[float]]:
     """A scheduler with steps of 256 tokens, and its clock."""
     now = [0.0]
     config = EngineConfig(kv_tokens=1, block_size=4, max_batch_tokens=256, max_num_seqs=128)
-    options = {"device_blocks": device_blocks, "host_blocks": 0, "max_blocks": 400}
-    return Scheduler(config, clock=lambda: now[0], **options), now
+    return Scheduler(config, PoolCounts(device_blocks, 0, 400), lambda: now[0]), now
 
 
 def timed_step(scheduler: Scheduler, now: list[float]) -> list[PlanRow]:

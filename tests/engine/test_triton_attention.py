@@ -6,6 +6,7 @@ short contexts have many.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,16 @@ from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
 from rollout.engine.cuda.launches import LaunchLimits  # noqa: E402
 from rollout.engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
+from rollout.engine.forward.attention import Scores  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402
-from rollout.engine.kv.pages import KVGeometry  # noqa: E402
-from tests.support import production  # noqa: E402
+from tests.support import paged, production  # noqa: E402
 from tests.support.paged import (  # noqa: E402
     FP32,
     Row,
     Shape,
     Tokens,
     assert_close,
+    geometry,
     oracle,
     pool,
     same_bits,
@@ -49,10 +51,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SPAN_CHUNKS", 2)
 
 
-def geometry(shape: Shape, kept_in_fp8: bool) -> KVGeometry:
-    return KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, None, kept_in_fp8)
-
-
 def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
     """Full of bytes that are NaN."""
     size = geometry(shape, True).block_shape(shape.block_size)
@@ -60,46 +58,19 @@ def pool_in_fp8(shape: Shape, blocks: int) -> torch.Tensor:
 
 
 def backend(shape: Shape, programs: int = 6) -> TritonAttention:
-    capacity = StepCapacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize)
+    capacity = StepCapacity(512, 16, 64, shape.q_heads, shape.kv_heads, shape.dim, shape.dtype.itemsize, shape.value_dim)
     return TritonAttention(DEVICE, capacity, programs)
 
 
-def attend(
-    one: Any,
-    shape: Shape,
-    made: Tokens,
-    steps: list[list[Row]],
-    share: bool = True,
-    pad: int = 3,
-    data: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """Run steps of rows over a fresh pool, or `data`, through the seam: [T, q_heads, D] of each sequence, NaN where nothing
-    ran."""
-    data = (pool(shape, made.blocks) if data is None else data).to(DEVICE)
-    kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=geometry(shape, data.dtype == torch.uint8))
-    outputs = [torch.full_like(q, torch.nan) for q in made.q]
-    for rows in steps:
-        arrays = step_arrays(shape, made, rows)
-        arrays["slots"] = torch.from_numpy(arrays["slots"])
-        if not share:
-            arrays["shared"] = arrays["shared"][:0]
-        batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]))
-        batch.attention = one.prepare(batch, kv)
-        q, k, v = (
-            torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(DEVICE) for x in (made.q, made.k, made.v)
-        )
-        out = one.attend(1, q, k, v, batch, kv, shape.dim**-0.5, shape.window).cpu()
-        assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
-        for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
-            outputs[i][a : a + n] = out[at : at + n]
-    return outputs
+attend = partial(paged.attend, device=DEVICE)
 
 
 SHAPES = [
     Shape(q_heads=3, kv_heads=1, dim=24, block_size=4),
     Shape(q_heads=2, kv_heads=1, dim=16, window=23, dtype=FP32),
+    Shape(q_heads=3, kv_heads=1, dim=24, block_size=4, window=23, dtype=FP32, value_dim=12, softcap=2.0, sinks=True),
 ]
-"""an odd group and odd heads in bf16, a window in fp32"""
+"""an odd group and odd heads in bf16, a window in fp32, and all that scores may ask for"""
 MORE = [
     Shape(q_heads=4, dim=32),
     Shape(q_heads=9, kv_heads=3, block_size=32, dtype=FP32),
@@ -108,7 +79,21 @@ MORE = [
     Shape(q_heads=2, kv_heads=1, block_size=48),
     Shape(q_heads=2, kv_heads=1, dim=16, window=1),
     Shape(q_heads=2, kv_heads=1, dim=16, window=500),
+    Shape(q_heads=2, kv_heads=1, dim=48, block_size=8, value_dim=32),
+    Shape(q_heads=6, kv_heads=3, dim=24, block_size=4, value_dim=40, softcap=2.0, dtype=FP32),
+    Shape(q_heads=4, dim=32, softcap=50.0, sinks=True),
 ]
+
+
+def test_scores_without_what_was_asked_for_are_seen() -> None:
+    """The negative control: no sinks, no soft cap."""
+    shape = Shape(q_heads=2, kv_heads=1, dim=16, block_size=4, dtype=FP32, softcap=2.0, sinks=True)
+    made = tokens(shape, [(None, 0)], [9])
+    want, asked = oracle(shape, made, 0)[0], paged.scores_of(shape)
+    assert_close(shape, attend(backend(shape), shape, made, whole(made))[0], want, ROUNDING)
+    for other in (asked._replace(sinks=None), asked._replace(softcap=0.0)):
+        with pytest.raises(AssertionError):
+            assert_close(shape, attend(backend(shape), shape, made, whole(made), scores=other)[0], want, ROUNDING)
 
 
 def nightly(shape: Shape) -> Any:
@@ -149,6 +134,7 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
     [
         ("short", SMALL),
         ("short", SMALL._replace(window=9, dtype=FP32)),
+        ("short", SMALL._replace(dtype=FP32, dim=24, value_dim=8, softcap=2.0, sinks=True)),
         *(
             pytest.param(name, shape, marks=pytest.mark.long)
             for name, shape in [
@@ -157,6 +143,8 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
                 ("decode", SMALL._replace(dtype=FP32)),
                 ("decode", SMALL._replace(window=9)),
                 ("decode in another order", SMALL),
+                ("chunks", SMALL._replace(softcap=2.0, sinks=True)),
+                ("decode", SMALL._replace(dim=24, value_dim=16, window=9, sinks=True)),
             ]
         ),
     ],
@@ -176,6 +164,7 @@ def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pyte
         nightly(Shape(q_heads=4, dim=32)),
         Shape(q_heads=3, kv_heads=1, dim=24, block_size=4, dtype=FP32),
         nightly(Shape(q_heads=2, dim=80, block_size=8, window=23)),
+        nightly(Shape(q_heads=4, dim=32, value_dim=16, block_size=8, softcap=2.0, sinks=True, dtype=FP32)),
     ],
     ids=text,
 )
@@ -298,5 +287,5 @@ def test_what_has_nothing_to_do_is_not_launched() -> None:
         batch.attention = one.prepare(batch, kv)
         q, k = torch.zeros(batch.num_tokens, 8, 16), torch.zeros(batch.num_tokens, 1, 16)
         launched.clear()
-        one.attend(1, q, k, k, batch, kv, 1.0, 0)
+        one.attend(1, q, k, k, batch, kv, Scores(1.0))
         assert launched == want

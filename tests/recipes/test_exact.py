@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.engine.devices import NativeAttention, NativeUnavailable
+from rollout.engine.devices import NativeAttention, NativeUnavailable, ReferenceAttention
+from rollout.engine.forward.attention import Scores
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import use_exact, use_exact_attention
+from rollout.exact.attention import _Attention
+from rollout.exact.layout import rows_of
 from tests.support.tiny import tiny, tiny_engine
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12, 13], [3, 3, 3, 3, 3, 3, 3, 3]]
@@ -54,7 +59,7 @@ def logprobs(model: PreTrainedModel, samples: list[Sample], **extra: torch.Tenso
     return torch.cat([every[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "granite_swa", "deepseek_v2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_trainer_has_the_service_s_logprobs(name: str, dtype: str) -> None:
     samples = rollouts(name, dtype)
@@ -73,7 +78,13 @@ def test_another_attention_would_be_noticed() -> None:
     assert not torch.equal(logprobs(model, samples, position_ids=positions), served)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_products_of_experts_are_refused_by_name() -> None:
+    """gpt-oss: the attention alone can be had."""
+    with pytest.raises(ValueError, match="GptOssTopKRouter, not of an nn.Linear"):
+        use_exact(tiny("gpt_oss"))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "granite_swa", "deepseek_v2"])
 def test_the_gradient_is_that_of_plain_attention(name: str) -> None:
     samples = rollouts(name, "float32")
     gradients = []
@@ -89,3 +100,28 @@ def test_the_gradient_is_that_of_plain_attention(name: str) -> None:
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     plain, ours = gradients
     assert (plain - ours).norm() < 1e-5 * plain.norm() and plain.norm() > 1
+
+
+@pytest.mark.parametrize("attend", [NativeAttention(1).attend, ReferenceAttention().attend])
+def test_the_gradient_of_soft_caps_and_sinks_is_that_of_finite_differences(attend: Any) -> None:
+    """Of every input, along a random direction. Negative control: the gradient without the cap is another one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    inputs = [normal(2, 4, 9, 16), normal(2, 2, 9, 16), normal(2, 2, 9, 8), normal(4)]
+    weight, along = normal(2, 9, 4, 8), [normal(*each.shape) for each in inputs]
+
+    def loss(given: list[torch.Tensor], softcap: float = 1.5) -> torch.Tensor:
+        rows = rows_of((2, 9), None, None, 4)
+        apply: Any = _Attention.apply
+        return (apply(*given, rows, attend, Scores(0.4, 5, softcap)) * weight).sum()
+
+    for i, direction in enumerate(along):
+        given = [each.clone().requires_grad_() for each in inputs]
+        (slope,), (uncapped,) = (torch.autograd.grad(loss(given, cap), [given[i]]) for cap in (1.5, 0.0))
+        moved = [[x + sign * 5e-3 * direction if j == i else x for j, x in enumerate(inputs)] for sign in (1, -1)]
+        difference = (loss(moved[0]) - loss(moved[1])) / 1e-2
+        torch.testing.assert_close((slope * direction).sum(), difference, rtol=2e-3, atol=2e-3)
+        assert ((uncapped * direction).sum() - difference).abs() > 2e-2

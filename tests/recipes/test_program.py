@@ -14,7 +14,7 @@ from rollout.config import InputError
 from rollout.recipes import program
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.py") if path.stem not in ("policy", "program"))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.py") if path.stem not in ("__init__", "policy", "program"))
 
 HELP = """
 import runpy, sys, warnings

@@ -360,7 +360,7 @@ def test_the_trainer_s_count_begins_at_the_service_s_version() -> None:
 
 
 def test_trl_still_has_these_plug_points() -> None:
-    pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[trl]'")
+    pytest.importorskip("trl", reason="TRL is not installed: pip install 'rl-rollout[trl]'")
     import inspect
 
     from trl import GRPOTrainer
@@ -393,7 +393,7 @@ def test_the_sampling_is_the_config_s() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trl_trains_against_a_service_process(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="not installed: pip install -e '.[trl]'")
+    pytest.importorskip("trl", reason="not installed: pip install 'rl-rollout[trl]'")
     options = f"--model {tiny_model} --dtype {dtype} --steps 5 --groups 2 --n 4 --threads 1 --out {tmp_path}".split()
     done = subprocess.run(
         [sys.executable, "-m", "rollout.recipes.trl_grpo", *options],

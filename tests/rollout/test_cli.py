@@ -20,11 +20,12 @@ import pytest
 
 from rollout import __version__
 from rollout.client.api import RolloutClient
+from rollout.commands import version
 from rollout.commands.arguments import DESCRIPTIONS, commands
 from rollout.commands.lines import next_lines
 from rollout.commands.main import main
 from rollout.config import Config, ServiceConfig, dump
-from rollout.engine.cpu import isa
+from rollout.engine.cpu import build, isa
 from rollout.engine.types import Sampling
 from rollout.process import ServiceFailed, service_process
 from tests.support.modelless import as_python
@@ -156,7 +157,7 @@ def test_ctrl_c_of_a_command_that_is_connected(command: str, line: str, tiny_ser
             here = lambda: {one["name"] for one in client.status()["service"]["clients"]}  # noqa: E731
             until(lambda: f"rollout {command}" in here(), "it is connected")
             if command == "pause":
-                until(lambda: client.status()["state"] == "paused", "it has paused the service")
+                assert process.stdout is not None and process.stdout.readline().startswith("paused: ")
             process.send_signal(signal.SIGINT)
             said, _ = process.communicate(timeout=60)
         finally:
@@ -311,6 +312,23 @@ def test_the_version_names_what_computes(capsys: pytest.CaptureFixture[str]) -> 
     lines = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["rollout"] == __version__ and lines["torch"] == metadata.version("torch")
     assert f"{isa.best()} (" in lines["kernels"] and lines["arithmetic"].startswith(isa.isa_of(isa.best()).arithmetic)
+
+
+def test_the_version_says_where_kernels_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cc").touch(mode=0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert version.state_of("plain") == "compiled at first use"
+    cached = build._cached("plain", str(tmp_path / "cc"))
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    assert version.state_of("plain") == "compiled"
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", "")
+    assert version.state_of("plain") == "no compiler"
+    (tmp_path / build.library_name("plain")).touch()
+    assert version.state_of("plain") == "installed"
 
 
 def test_help_says_what_each_command_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,6 +196,8 @@ def test_a_port_that_cannot_be_is_refused() -> None:
         (["bench", "fanout", "--jsn", "x"], "did you mean --json?"),
         (["status", "--zzz"], "unknown flag --zzz (all flags: rollout status --help)"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
+        (["status", "tcp://127.0.0.1:5655"], "the service is given as --address ADDRESS"),
+        (["top", "--port", "5655"], "unknown flag --port; did you mean --address?"),
         (["sreve"], "unknown command 'sreve'; did you mean serve?"),
     ],
 )

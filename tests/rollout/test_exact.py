@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.exact_modules import ExactLinear
 from rollout.engine.cpu.isa import here
-from rollout.engine.cpu.products import ExactLinear, products_of, sensitive
+from rollout.engine.cpu.products import products_of, sensitive
 from rollout.engine.types import Sample
 from rollout.exact import sample_logprobs, token_logprobs, use_exact
 from rollout.recipes.policy import logprobs as tree_logprobs
@@ -179,7 +180,7 @@ def test_a_product_s_gradient_is_torch_s(dtype: torch.dtype, bias: bool, isa: st
     plain = nn.Linear(64, 48, bias=bias, dtype=dtype)
     ours = copy.deepcopy(plain)
     use = copy.deepcopy(nn.ModuleList([ours]))
-    from rollout.engine.cpu.products import use_products
+    from rollout.engine.cpu.exact_modules import use_products
 
     use_products(use, isa)
     gradients = []

@@ -24,9 +24,9 @@ from tests.support.http_stack import BODY, TOKEN, Stack, stack_of
 from tests.support.waiting import until
 from tests.support.wire import serving, serving_at
 
-pytest.importorskip("starlette", reason="pip install -e '.[http]'")
-pytest.importorskip("uvicorn", reason="pip install -e '.[http]'")
-pytest.importorskip("httptools", reason="pip install -e '.[http]'")
+pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("uvicorn", reason="pip install 'rl-rollout[http]'")
+pytest.importorskip("httptools", reason="pip install 'rl-rollout[http]'")
 
 LOG = "rollout.http.request_log"
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
@@ -151,6 +151,12 @@ def test_what_a_client_asks_wrongly_is_not_worth_a_retry(stack: Stack, path: str
     assert len(response.json()["error"]["message"]) > 20
 
 
+def test_the_field_that_was_meant_is_named(stack: Stack) -> None:
+    for field, meant in (("message", "messages"), ("max_new_tokens", "max_tokens")):
+        response = httpx.post(f"{stack.url}/v1/chat/completions", json={**CHAT, field: 1}, timeout=60)
+        assert response.json()["error"]["message"] == f"Object contains unknown field `{field}`; did you mean {meant}?"
+
+
 def test_fields_that_change_no_sample_are_accepted(stack: Stack) -> None:
     neutral = {
         "service_tier": "auto",
@@ -214,7 +220,7 @@ def test_a_gateway_waits_for_a_service_that_starts(capfd: pytest.CaptureFixture[
 
 
 def test_prometheus_reads_the_metrics(tiny_model: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="not installed: pip install -e '.[metrics]'")
+    parser = pytest.importorskip("prometheus_client.parser", reason="not installed: pip install 'rl-rollout[metrics]'")
     with stack_of(tiny_model, names=('a "name"',)) as stack:
         assert stack.generate().status_code == 200
         httpx.post(f"{stack.url}/inference/v1/generate", json={**BODY, "stream": True}, timeout=60)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -453,18 +457,15 @@ def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert "--token-file" in capsys.readouterr().err
 
 
-def test_the_command_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
-    """As a process: the ready file holds the URL, SIGTERM ends it with status 0."""
-    import os
-    import signal
-    import subprocess
-    import sys
-
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_command_serves_and_ends(number: int, status: int, tiny_model: Path, tmp_path: Path) -> None:
+    """As a process: the ready file holds the URL; a signal ends it with a line and, as `rollout serve`, with its status."""
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored
     with serving(FakeEngine()) as service:
         ready = tmp_path / "ready"
         command = [sys.executable, "-m", "rollout", "http", "--address", service.endpoint, "--port", "0"]
         command += ["--tokenizer", str(tiny_model), "--served-model-name", "tiny", "--ready-file", str(ready)]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding) as process:
             try:
                 until(lambda: ready.exists() or process.poll() is not None, "the gateway listens", 120)
                 assert ready.exists(), process.stderr and process.stderr.read()
@@ -473,7 +474,9 @@ def test_the_command_serves_and_ends(tiny_model: Path, tmp_path: Path) -> None:
                 body = {**BODY, "model": "tiny"}
                 answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60).json()
                 assert answer["choices"][0]["token_ids"] == expected([5], 0, 3)
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0
+                process.send_signal(number)
+                _, said = process.communicate(timeout=60)
+                assert process.returncode == status and "Traceback" not in said, said
+                assert said.endswith("rollout http: stopping; open requests have 10 s to finish\nrollout http: stopped\n"), said
             finally:
                 process.kill()

@@ -52,6 +52,11 @@ STATUS = ENGINE | {
 }
 
 
+def test_the_model_has_the_name_that_was_given() -> None:
+    service = STATUS["service"] | {"served_model_name": "me/tiny"}
+    assert report(STATUS | {"service": service})[0] == "model     me/tiny, bfloat16, avx2, fma/1"
+
+
 def test_a_status_is_some_ten_lines() -> None:
     lines = report(STATUS)
     assert lines == [

@@ -31,7 +31,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def sink() -> Iterator[PrometheusSink]:
-    pytest.importorskip("prometheus_client", reason="not installed: pip install -e '.[metrics]'")
+    pytest.importorskip("prometheus_client", reason="not installed: pip install 'rl-rollout[metrics]'")
     (sink,) = open_sinks(TrackingConfig(metrics_port=0), './models/a "policy"')
     assert isinstance(sink, PrometheusSink)
     yield sink

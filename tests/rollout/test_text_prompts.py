@@ -71,6 +71,10 @@ def test_text_and_messages_become_the_ids_of_the_model_s_tokenizer(client: Rollo
     assert client.encode(CHAT, add_generation_prompt=False) == tokenizer.apply_chat_template(CHAT)["input_ids"]
     with pytest.raises(InvalidRequest, match="tools=…: is for the chat template"):
         client.encode("6 x 7?", tools=[])
+    with pytest.raises(InvalidRequest, match="one message; give a list of messages"):
+        client.submit(CHAT[0])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="a list is no sample: for token ids, client.tokenizer.decode"):
+        client.decode(text)
 
 
 def test_a_turn_of_messages_is_the_conversation_that_the_template_writes(client: RolloutClient, tokenizer: Any) -> None:

@@ -43,6 +43,7 @@ TYPES = {
         BF16,
     ),
     **dict.fromkeys(("partial", "sums", "drawn"), FP32),
+    "sinks": BF16,
     **dict.fromkeys(("table", "positions", "parts", "slots", "tiles", "num_tiles"), INT32),
     **dict.fromkeys(
         ("layer_at", "block_stride", "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "out_token", "row_stride"),
@@ -55,7 +56,7 @@ TYPES = {
     "asked": "*fp64",
     **dict.fromkeys(("data_words", "secret", "block_sums", "pieces", "states"), "*i64"),
     "blocks": "i32",
-    "scaling": "fp32",
+    **dict.fromkeys(("scaling", "before"), "fp32"),
 }
 """of the kernels' arguments, in bf16"""
 
@@ -69,6 +70,10 @@ class Heads(NamedTuple):
     itemsize: int = 2
     fp8: bool = False
     """KV is kept so"""
+    value_dim: int = 0
+    """0: as wide as keys"""
+    cap: bool = False
+    sinks: bool = False
 
 
 PRODUCTION = Heads()
@@ -79,7 +84,11 @@ SHAPES = (
     *SHORT, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
     Heads(dim=64, group=3, kv_heads=3, fp8=True), Heads(dim=256, group=2, kv_heads=4, fp8=True),
     Heads(dim=512, group=8, kv_heads=1),
+    Heads(dim=64, group=8, sinks=True), Heads(dim=256, group=2, kv_heads=4, cap=True),
+    Heads(dim=128, group=2, kv_heads=16, cap=True),
+    Heads(dim=192, value_dim=128, group=1, kv_heads=16), Heads(dim=192, value_dim=128, group=16, kv_heads=4, sinks=True),
 )  # fmt: skip
+"""the last five: gpt-oss, Gemma 2 of 9B and 27B, Moonlight, MiMo-V2-Flash"""
 
 
 def compiled(
@@ -131,8 +140,9 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
     from rollout.engine.cuda import attention_kernels as triton_kernels
     from rollout.engine.cuda.attention import CONVERTS_FP8, EXACT
 
-    launches = choose(heads.group, heads.dim, heads.itemsize, KNOWN[capability])
-    launches = with_codes(launches, heads.dim, capability) if heads.fp8 else launches
+    widest = max(heads.dim, heads.value_dim)
+    launches = choose(heads.group, widest, heads.itemsize, KNOWN[capability])
+    launches = with_codes(launches, widest, capability) if heads.fp8 else launches
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,
@@ -146,12 +156,12 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
 
 
 def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
-    width = power_of_two(max(heads.dim, 16))
+    width, value = power_of_two(max(heads.dim, 16)), heads.value_dim or heads.dim
     return {
         "HEADS": heads.kv_heads, "HEADS_PAD": power_of_two(heads.kv_heads), "GROUP": heads.group,
         "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": 32, "CHUNK": 256, "SPAN": 8,
         "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
-        "FP8": heads.fp8,
+        "FP8": heads.fp8, "VALUE": value, "VALUE_PAD": power_of_two(max(value, 16)), "CAP": heads.cap, "SINKS": heads.sinks,
     }  # fmt: skip
 
 

@@ -56,6 +56,12 @@ GEMMA3N = {
     "head_dim": 16, "sliding_window": 12, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16,
     "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6,
 }  # fmt: skip
+FOUR = {"num_hidden_layers": 4}
+LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+"""as published: one layer in four has attention"""
+DELTA = {**FOUR, **NARROW, "layer_types": LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32}
 EXPERTS = (
     "afmoe", "axk1", "axk2", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "hy_v3", "hy_v4",
     "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "longcat_flash", "mellum",
@@ -82,7 +88,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": GEMMA3N,
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": GEMMA4_WITHOUT_V,
-    "lfm2_moe": {**MOE, "layer_types": ["full_attention"] * 2},
+    "lfm2": {**FOUR, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**MOE, **FOUR, "layer_types": ["conv", "full_attention"] * 2},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**MOE, **DELTA},
+    "qwen3_next": {**MOE, **DELTA},
+    "olmo_hybrid": {**DELTA, "num_key_value_heads": 4},
+    "kimi_linear": {**MLA_MOE, **FOUR, "layer_types": LINEAR, "linear_head_dim": 16, "linear_num_heads": 4,
+                    "num_key_value_heads": 4},
+    "granitemoehybrid": {**MOE, **FOUR, **MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2,
+                         "shared_intermediate_size": 32},
+    "nemotron_h": {**MOE, **FOUR, **NARROW, "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"],
+                   "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+                   "moe_shared_expert_intermediate_size": 32},
+    "falcon_h1": {**FOUR, **NARROW, **MAMBA, "mamba_d_ssm": 128},
+    "bamba": {**FOUR, **MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"layer_types": SLIDING},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},

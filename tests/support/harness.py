@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.engine.kv.block import BlockCopies
+from rollout.engine.kv.block import BlockCopies, PoolCounts, SlotCounts
 from rollout.engine.scheduling.output import copies_failed
 from rollout.engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from rollout.engine.scheduling.scheduler import Scheduler
@@ -141,17 +141,18 @@ def check_lag(sample: Sample, lag: int | None) -> None:
 
 
 class Harness:
-    def __init__(self, device_blocks: int, host_blocks: int, overlap: bool = False, **config: Any) -> None:
+    def __init__(
+        self, device_blocks: int, host_blocks: int, overlap: bool = False, slots: SlotCounts | None = None, **config: Any
+    ) -> None:
+        """slots: of recurrent state, if the model is to have any: the state after a token is its cell."""
         self.config = engine_config(kv_tokens=1, **config)
         self.now = 0.0
         """of the scheduler's clock; a token takes TOKEN_S"""
-        self.scheduler = Scheduler(
-            self.config,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            max_blocks=device_blocks,
-            clock=lambda: self.now,
-        )
+        pools = PoolCounts(device_blocks, host_blocks, device_blocks, slots)
+        self.scheduler = Scheduler(self.config, pools, clock=lambda: self.now)
+        self.states, self.host_states = ([[None]] * each for each in slots or (0, 0))
+        self.copied_states = 0
+        self.snapshots: dict[bytes, list[Cell | None]] = {}
         size = self.config.block_size
         self.device: list[list[Cell | None]] = [[None] * size for _ in range(device_blocks)]
         self.host: list[list[Cell | None]] = [[None] * size for _ in range(host_blocks)]
@@ -260,13 +261,15 @@ class Harness:
             self.oldest.setdefault(group.id, self.scheduler.state.version - group.sampling.max_kv_lag)
         if plan.moves.mirrors and self.mirrors_fail:
             fail_copy = plan.moves.blocks - len(plan.moves.mirrors)
-        if plan.moves and fail_copy is not None:
-            self.move(plan.moves, fail_copy)
+        moves = plan.state_moves.blocks + plan.moves.blocks
+        if moves and fail_copy is not None:
+            self.move_all(plan, fail_copy)
             self.land()
             copies_failed(self.scheduler.state, plan.step)
             return
-        self.move(plan.moves, None)
-        self.scheduler.state.store.moved()
+        self.move_all(plan, None)
+        for store in self.scheduler.state.stores:
+            store.moved()
         if not plan.num_rows:
             assert self.flight or self.scheduler.state.running or not self.scheduler.state.waiting, "stuck"
             self.land()
@@ -287,23 +290,31 @@ class Harness:
         if flight is not None:
             self.take(self.scheduler.commit(*flight))
 
-    def move(self, moves: BlockCopies, stop: int | None) -> None:
-        done = 0
+    def move_all(self, plan: Plan, stop: int | None) -> None:
+        """Copy states and KV; the copies stop after `stop` of them."""
+        states = plan.state_moves.blocks
+        self.copied_states += self.move(plan.state_moves, stop, self.states, self.host_states)
+        if stop is None or stop >= states:
+            self.copied_blocks += self.move(plan.moves, None if stop is None else stop - states)
+
+    def move(self, moves: BlockCopies, stop: int | None, device: Any = None, host: Any = None) -> int:
+        """Copy between two pools, those of KV if none are given. Returns how many copies were made."""
+        done, (device, host) = 0, (self.device, self.host) if device is None else (device, host)
         for source, target, pairs in (
-            (self.device, self.host, moves.offloads),
-            (self.host, self.device, moves.restores),
-            (self.device, self.device, moves.copies),
-            (self.device, self.host, moves.mirrors),
-            (self.host, self.device, moves.prefetches),
+            (device, host, moves.offloads),
+            (host, device, moves.restores),
+            (device, device, moves.copies),
+            (device, host, moves.mirrors),
+            (host, device, moves.prefetches),
         ):
             read = [list(source[pair[0]]) for pair in pairs]
             for cells, (_, to) in zip(read, pairs, strict=True):
                 if done == stop:
                     target[to] = [(-1, -1, -1)] * len(cells)
-                    return
+                    return done
                 target[to] = cells
                 done += 1
-        self.copied_blocks += done
+        return done
 
     def compute(self, plan: Plan) -> SampledTokens:
         size, version = self.config.block_size, self.scheduler.state.version
@@ -315,6 +326,7 @@ class Harness:
             assert self.flight is not None
             ids[at] = int(self.flight[1].tokens[number])
         left = iter(ids)
+        self.compute_states(plan, ids)
         for seq, start, end, slots in zip(sequences, starts, ends, tables, strict=True):
             assert [block.device for block in seq.blocks] == slots[: len(seq.blocks)]
             for position in range(start, end):
@@ -353,6 +365,22 @@ class Harness:
             most_probable(tokens, plan),
         )
 
+    def compute_states(self, plan: Plan, ids: list[int]) -> None:
+        """Advance the state of each row by its tokens. The cell of a token behind the state must be that behind its KV."""
+        reads, writes = plan.state_reads.tolist(), plan.state_writes.tolist()
+        assert len(set(writes)) == len(writes), "two rows write one slot"
+        readers = Counter(reads)
+        assert all(readers[to] == (came == to) for came, to in zip(reads, writes, strict=True)), "a slot is written and read"
+        before = [self.states[slot][0] if slot >= 0 else None for slot in reads]
+        left, size = iter(ids), self.config.block_size
+        rows = zip(before, writes, plan.starts.tolist(), plan.counts.tolist(), plan.block_table.tolist(), strict=True)
+        for state, slot, start, count, table in rows if len(writes) else ():
+            kv = self.device[table[(start - 1) // size]][(start - 1) % size] if start else None
+            assert state == kv, "a state is not that of the tokens before its row"
+            for _ in range(count):
+                state = cell(state, next(left), self.scheduler.state.version)
+            self.states[slot] = [state]
+
     def check(self) -> None:
         """Assert every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
         check(self.scheduler)
@@ -362,8 +390,18 @@ class Harness:
             if store.index.holds(block):
                 assert block.device is None or self.device[block.device] == self.stamped[block.key]  # type: ignore[index]
                 assert block.host is None or self.host[block.host] == self.stamped[block.key]  # type: ignore[index]
+        self.check_snapshots()
         for prefix, group in self.scheduler.state.groups.items():
             assert len(group.sequences) <= self.groups[prefix].sampling.n
+
+    def check_snapshots(self) -> None:
+        """Assert that the snapshots of states are as they were left."""
+        for store in self.scheduler.state.stores[1:]:
+            for key in store.index.keys():
+                block = store.index.get(key)
+                assert block is not None
+                now = self.host_states[block.host] if block.device is None else self.states[block.device]
+                assert self.snapshots.setdefault(key, now) == now, "a snapshot was written over"
 
     def finish(self, most_steps: int = 5000) -> None:
         """Run to the end; every child is there, is what it must be, and no block is left over."""
@@ -397,10 +435,10 @@ class Harness:
                 check_lag(sample, group.sampling.max_version_lag)
             self.check_cut(group, [self.got[id, index] for index in wanted])
         assert len(self.got) == sum(len(group.wanted) for group in self.groups.values())
-        store = self.scheduler.state.store
         self.scheduler.state.pinned.release_all()
-        store.forget_cached()
-        assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
+        for store in self.scheduler.state.stores:
+            store.forget_cached()
+            assert store.device.free == store.device.size and store.host.free == store.host.size and not len(store.index)
 
     def check_stale(self, version: int, ended: list[Sample]) -> None:
         """Assert that a refresh to `version` has ended the children that began too far behind, forked or not, and no others."""
@@ -457,7 +495,7 @@ def with_given(group: Group) -> Group:
     return msgspec.structs.replace(group, partials=tuple(children), score=True)
 
 
-def random_harness(r: random.Random, foreground_s: float, drafts: int) -> Harness:
+def random_harness(r: random.Random, foreground_s: float, drafts: int, slots: SlotCounts | None = None) -> Harness:
     size = r.choice([1, 2, 4, 8])
     return Harness(
         r.choice([10, 16, 32, 128]),
@@ -473,7 +511,13 @@ def random_harness(r: random.Random, foreground_s: float, drafts: int) -> Harnes
         overlap=r.random() < 0.5,
         foreground_s=foreground_s,
         drafts=drafts,
+        slots=slots,
     )
+
+
+def random_slots(r: random.Random) -> SlotCounts:
+    """Draw the slots of recurrent state."""
+    return SlotCounts(r.choice([2, 3, 6, 40]), r.choice([0, 2, 50]))
 
 
 def policies(r: random.Random, n: int) -> dict[str, Any]:
@@ -522,10 +566,14 @@ LOGIT_RULES: list[dict[str, Any]] = [
 ]
 
 
-def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check) -> Harness:
-    """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each."""
+def random_schedule(
+    seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check, recurrent: bool = False
+) -> Harness:
+    """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each.
+    recurrent: of a model with recurrent state, which drafts nothing."""
     r, time, more, turns, changes, bounds = (random.Random(seed) for _ in range(6))
-    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), more.choice([0, 2, 6]))
+    drafts, slots = more.choice([0, 2, 6]), random_slots(random.Random(seed)) if recurrent else None
+    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), 0 if recurrent else drafts, slots)
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
     lags = r.choice([[0], [0, 1, 2], [2]])
@@ -572,8 +620,9 @@ def random_schedule(seed: int, operations: int = 50, on_check: Callable[[Harness
     return h
 
 
-def conversations(seed: int) -> Harness:
-    """Run turns to the end, many of them over refreshes and with tools that say much."""
+def conversations(seed: int, recurrent: bool = False) -> Harness:
+    """Run turns to the end, many of them over refreshes and with tools that say much. recurrent: of a model with recurrent
+    state."""
     r = random.Random(seed)
     h = Harness(
         r.choice([24, 48, 128]),
@@ -586,6 +635,7 @@ def conversations(seed: int) -> Harness:
         prefix_cache=r.random() < 0.8,
         min_run_tokens=r.choice([0, 4]),
         overlap=r.random() < 0.5,
+        slots=random_slots(random.Random(seed)) if recurrent else None,
     )
     lags = r.choice([[0], [0, 1]])
     for number in range(60):

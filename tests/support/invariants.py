@@ -12,6 +12,7 @@ from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.plan import SAMPLING
 from rollout.engine.scheduling.queue import RunningTable, sampling_of, slots_of
 from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.state import SchedulerState
 
 
 def check(scheduler: Scheduler) -> None:
@@ -38,6 +39,26 @@ def check(scheduler: Scheduler) -> None:
     assert len(running) + len(waiting) == sum(len(group.sequences) for group in state.groups.values())
     check_table(state.table)
     check_store(state.store, owners, users)
+    if state.states is not None:
+        check_states(state)
+
+
+def check_states(state: SchedulerState) -> None:
+    """Assert that a running sequence has a slot of its own to write, that a waiting one has the state of its cached tokens or
+    none, and that every slot is accounted for."""
+    owners: Counter[Block] = Counter()
+    users: Counter[Block] = Counter()
+    assert state.states is not None
+    for seq in [*state.running, *state.waiting, *state.pinned]:
+        held = [block for block in (seq.state_in, seq.state_out) if block is not None]
+        owners.update(held)
+        users.update(held if seq.running else ())
+        assert (seq.state_out is not None) == seq.running, "a sequence runs without a slot, or waits with one"
+        if seq.running:
+            assert seq.state_out.owners == 1 and not state.states.store.index.holds(seq.state_out), "it writes a shared state"
+        else:
+            assert (seq.state_in is not None) == (seq.cached > 0), "KV without a state, or a state without KV"
+    check_store(state.states.store, owners, users)
 
 
 def check_table(table: RunningTable) -> None:

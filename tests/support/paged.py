@@ -5,10 +5,14 @@ Every pool starts full of NaN, so a read of a token that is not visible shows in
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from rollout.engine.forward.attention import Scores
+from rollout.engine.kv.pages import KVGeometry
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -20,6 +24,15 @@ class Shape(NamedTuple):
     block_size: int = 16
     window: int = 0
     dtype: torch.dtype = BF16
+    value_dim: int | None = None
+    """None: as wide as keys"""
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def width(self) -> int:
+        """Of values."""
+        return self.dim if self.value_dim is None else self.value_dim
 
 
 class Tokens(NamedTuple):
@@ -41,23 +54,70 @@ def tokens(shape: Shape, prefixes: list[tuple[int | None, int]], lengths: list[i
     long."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(n: int, heads: int) -> torch.Tensor:
-        return torch.randn(n, heads, shape.dim, generator=generator).to(shape.dtype)
+    def normal(n: int, heads: int, width: int) -> torch.Tensor:
+        return torch.randn(n, heads, width, generator=generator).to(shape.dtype)
 
     made = Tokens([], [], [], [], sum(-(-length // shape.block_size) for length in lengths) + 3)
     order = np.random.default_rng(seed).permutation(made.blocks).astype(np.int32).tolist()
     for (parent, shared), length in zip(prefixes, lengths, strict=True):
         common = shared * shape.block_size
-        for kept, heads in ((made.q, shape.q_heads), (made.k, shape.kv_heads), (made.v, shape.kv_heads)):
-            head = kept[parent][:common] if parent is not None else normal(0, heads)
-            kept.append(torch.cat([head, normal(length - common, heads)]))
+        sizes = (shape.q_heads, shape.dim), (shape.kv_heads, shape.dim), (shape.kv_heads, shape.width)
+        for kept, size in zip((made.q, made.k, made.v), sizes, strict=True):
+            head = kept[parent][:common] if parent is not None else normal(0, *size)
+            kept.append(torch.cat([head, normal(length - common, *size)]))
         table = list(made.tables[parent][:shared]) if parent is not None else []
         made.tables.append(np.array(table + [order.pop() for _ in range(-(-length // shape.block_size) - shared)], np.int32))
     return made
 
 
 def pool(shape: Shape, blocks: int) -> torch.Tensor:
-    return torch.full((blocks, 3, 2, shape.kv_heads, shape.block_size, shape.dim), torch.nan, dtype=shape.dtype)
+    return torch.full((blocks, *geometry(shape).block_shape(shape.block_size)), torch.nan, dtype=shape.dtype)
+
+
+def scores_of(shape: Shape) -> Scores:
+    """Return what the layer asks for. Sinks from far below to far above the scores, whose standard deviation is 1."""
+    sinks = torch.linspace(-6, 6, shape.q_heads) if shape.sinks else None
+    return Scores(shape.dim**-0.5, shape.window, shape.softcap, sinks)
+
+
+def geometry(shape: Shape, fp8: bool = False) -> KVGeometry:
+    return KVGeometry(3, shape.kv_heads, shape.dim, shape.dtype, shape.value_dim, fp8)
+
+
+def attend(
+    one: Any,
+    shape: Shape,
+    made: Tokens,
+    steps: list[list[Row]],
+    share: bool = True,
+    pad: int = 3,
+    data: torch.Tensor | None = None,
+    device: torch.device | None = None,
+    scores: Scores | None = None,
+) -> list[torch.Tensor]:
+    """Run steps of rows over a fresh pool, or `data`, through the seam: [T, q_heads, width] of each sequence, NaN where nothing
+    ran. scores: other ones than the shape's."""
+    data = (pool(shape, made.blocks) if data is None else data).to(device)
+    kv = SimpleNamespace(data=data, block_size=shape.block_size, geometry=geometry(shape, data.dtype == torch.uint8))
+    outputs = [torch.full((*q.shape[:2], shape.width), torch.nan, dtype=q.dtype) for q in made.q]
+    asked = scores_of(shape) if scores is None else scores
+    asked = asked._replace(sinks=None if asked.sinks is None else asked.sinks.to(device))
+    for rows in steps:
+        arrays = step_arrays(shape, made, rows)
+        arrays["block_table"][arrays["block_table"] == 10**6] = 0
+        arrays["slots"] = torch.from_numpy(arrays["slots"])
+        if not share:
+            arrays["shared"] = arrays["shared"][:0]
+        batch = SimpleNamespace(**arrays, num_tokens=int(arrays["query_starts"][-1]))
+        batch.attention = one.prepare(batch, kv)
+        q, k, v = (
+            torch.cat([x[i][a : a + n] for i, a, n in rows] + [x[0][:1]] * pad).to(device) for x in (made.q, made.k, made.v)
+        )
+        out = one.attend(1, q, k, v, batch, kv, asked).cpu()
+        assert (out[batch.num_tokens :] == 0).all(), "padding is not zero"
+        for (i, a, n), at in zip(rows, arrays["query_starts"].tolist(), strict=False):
+            outputs[i][a : a + n] = out[at : at + n]
+    return outputs
 
 
 def step_arrays(shape: Shape, made: Tokens, rows: list[Row]) -> dict[str, np.ndarray]:
@@ -104,13 +164,18 @@ def oracle(shape: Shape, made: Tokens, i: int) -> tuple[torch.Tensor, torch.Tens
     group = shape.q_heads // shape.kv_heads
     q, k, v = (x[i].double() for x in (made.q, made.k, made.v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * shape.dim**-0.5
+    asked = scores_of(shape)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * asked.scaling
+    if asked.softcap:
+        scores = torch.tanh(scores / asked.softcap) * asked.softcap
     where = torch.arange(len(q))
     seen = where[None] <= where[:, None]
     if shape.window:
         seen &= where[None] > where[:, None] - shape.window
     scores = scores.masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1).T
+    if asked.sinks is not None:
+        scores = torch.cat([scores, asked.sinks.double()[:, None, None].expand(-1, len(q), 1)], 2)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v), scores.logsumexp(-1).T
 
 
 def assert_close(shape: Shape, got: torch.Tensor, want: torch.Tensor, rounding: float = 2**-8) -> None:
@@ -133,7 +198,9 @@ def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def text(shape: Shape) -> str:
-    return "-".join(str(x).removeprefix("torch.") for x in shape)
+    plain = shape[:6]
+    more = [f"values{shape.width}"] * (shape.value_dim is not None) + [f"cap{shape.softcap}"] * (shape.softcap > 0)
+    return "-".join([*(str(x).removeprefix("torch.") for x in plain), *more, *["sinks"] * shape.sinks])
 
 
 FAMILY = [(None, 0), (0, 3), (0, 3), (1, 5), (1, 5), (None, 0), (0, 3), (5, 2)]

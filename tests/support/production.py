@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rollout.engine.devices import StepCapacity, TritonAttention
+from rollout.engine.forward.attention import Scores
 from rollout.engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +86,7 @@ def attend(made: Pages, counts: list[int], share: bool, processors: int | None =
     backend.partial.fill_(torch.nan)
     backend.sums.fill_(torch.nan)
     batch.attention = backend.prepare(batch, kv)
-    outputs = [backend.attend_stored(0, query, batch, kv, heads.dim**-0.5, 0) for _ in range(REPEATS)]
+    outputs = [backend.attend_stored(0, query, batch, kv, Scores(heads.dim**-0.5)) for _ in range(REPEATS)]
     for other in outputs[1:]:
         assert torch.equal(outputs[0], other), "the same step has other bits when it is repeated"
     return query, outputs[0]

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.types import Group, Sample, Sampling
@@ -131,9 +132,7 @@ def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_bl
     now, ends = 0.0, list[float]()
     scheduler = Scheduler(
         config,
-        device_blocks=device_blocks,
-        host_blocks=host_blocks,
-        max_blocks=work.longest_blocks(config.block_size),
+        PoolCounts(device_blocks, host_blocks, max_blocks=work.longest_blocks(config.block_size)),
         clock=lambda: now,
     )
     counters, rates = scheduler.state.counters, scheduler.state.rates

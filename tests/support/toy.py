@@ -24,7 +24,7 @@ class ToyModel:
 
     name = "toy"
     vocab_size = VOCAB
-    heads: Sequence[tuple[int, int, int]] = ((1, 1, 1),)
+    heads: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids = frozenset({0})

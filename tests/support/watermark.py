@@ -26,7 +26,7 @@ ROWS, COLUMNS = 300, 1000  # a tensor is longer than a slice of staging
 class WatermarkModel:
     name = "watermark"
     vocab_size = VOCAB
-    heads: Sequence[tuple[int, int, int]] = ((1, 1, 1),)
+    heads: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids: frozenset[int] = frozenset()

@@ -188,7 +188,7 @@ def test_ports_that_are_none(port: str) -> None:
 
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(ValueError, match="cannot listen at tcp://127.0.0.1:"):
+        with pytest.raises(ValueError, match=r"cannot listen at tcp://127.0.0.1:\d+: the port is in use, .* choose another"):
             ServiceEnd(f"tcp://127.0.0.1:{taken.getsockname()[1]}", LIMITS)
 
 

@@ -4,7 +4,8 @@
    blocks of UNIT tokens from a multiple of UNIT on, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022),
    and every number of it lives in lanes of its own: tiles of 1 … 6 queries, a shared or a private unit, one thread or many run
    the same operations on the same lanes in the same order. A masked position adds exactly nothing. No query's units are ever
-   split over threads.
+   split over threads. A sink, one more score without a value, joins the sum of weights after the last unit; a soft cap bends scores
+   before they are masked.
 
    The bits are the same for every VL: sums of weights are in LANES lanes, of which a vector holds VL, and what is packed or met
    as one unit does not depend on VL either.
@@ -12,15 +13,16 @@
    Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
    read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
 
-   Memory. A layer of a block of the pool is [2, kv_heads, block_size, head_dim]; layers of other shapes may lie beside it, which
-   a step of their own reads. Inside one head's K or V of one block the elements are packed into 32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
+   Memory. A layer of a block of the pool is K [kv_heads, block_size, dim] and then V [kv_heads, block_size, value_dim]; layers of
+   other shapes may lie beside it, and have steps of their own. Inside one head's K or V of one block the elements are packed into
+   32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
 
        K   [block_size / VL][S][VL] words    word (tile, s, lane) = dims 2s, 2s+1 of token tile · VL + lane   (fp32: dim s)
-       V   [block_size / 2][D] words         word (t, d) = dim d of tokens 2t, 2t+1                            (fp32: token t)
+       V   [block_size / 2][E] words         word (t, d) = dim d of tokens 2t, 2t+1                            (fp32: token t)
 
-   with S = D / 2 for bf16, D for fp32. So scores (lanes = tokens) and output (lanes = dims) are both one product
-   acc[query][lanes] += word[query][step] · B[step][lanes] without sums across lanes. Where block_size or head_dim is no
-   multiple of LANES, K and V stay plain [block_size][D] and are packed, zero-padded, when they are read.
+   with S = D / 2 for bf16, D for fp32, D = dim and E = value_dim. So scores (lanes = tokens) and output (lanes = dims) are both one product
+   acc[query][lanes] += word[query][step] · B[step][lanes] without sums across lanes. Where block_size, D or E is no
+   multiple of LANES, K and V stay plain [block_size][D or E] and are packed, zero-padded, when they are read.
 
    bf16 is multiplied by vdpbf16ps where that is the fastest, else by the two FMA that it stands for: of each pair the odd product
    first, then the even one, denormal numbers being zero. Weights are rounded to bf16 before they meet V,
@@ -42,7 +44,7 @@ enum {
     MAX_BLOCK = 512,
     UNIT = 128,          /* tokens of small blocks that are met as one: they share a maximum, and loads and stores of acc */
     MAX_UNIT = UNIT / VL,
-    MAX_PLAIN = 64 * 256, /* largest padded block_size · head_dim that is packed on the fly */
+    MAX_PLAIN = 64 * 256, /* largest padded block_size · dim that is packed on the fly */
     WRITE_TOKENS = 32,
     WORTH_A_THREAD = 384, /* (query, position) pairs: fewer take less time than it takes to wake a second thread */
 };
@@ -178,7 +180,7 @@ static void multiply(Product p, int nq, int vectors, int kind) {
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 typedef struct {
     char *data; /* the pool */
-    int64_t blocks, block_bytes, kv_heads, block_size, dim, q_heads, bf16;
+    int64_t blocks, block_bytes, kv_heads, block_size, dim, value_dim, q_heads, bf16;
     const int64_t *layer_at; /* bytes from the beginning of a block to each layer */
     int64_t rows, tokens, table_row, threads, share;
     int64_t pairs; /* multiply pairs of bf16 by vdpbf16ps: the library must have it */
@@ -195,18 +197,20 @@ typedef struct {
     int64_t layer, window;
     const char *q, *k, *v;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides in elements */
-    char *out;                                                 /* [tokens][q_heads][dim] */
+    char *out;                                                 /* [tokens][q_heads][value_dim] */
     float *lse;                                                /* [tokens][q_heads] or NULL */
     float scale;                                               /* log2(e) · scaling: softmax is computed with 2^x */
+    float before;       /* a soft cap: products times this go through tanh, and `scale` is log2(e) · cap; 0: no cap */
+    const float *sinks; /* [q_heads] or NULL */
     int64_t next_write, next_item;
 } Call;
 
 INLINE int bytes(const Step *s) { return s->bf16 ? 2 : 4; }
-INLINE int packed(const Step *s) { return s->block_size % LANES == 0 && s->dim % LANES == 0; }
+INLINE int packed(const Step *s) { return s->block_size % LANES == 0 && s->dim % LANES == 0 && s->value_dim % LANES == 0; }
 INLINE int padded(int64_t n) { return (int)((n + VL - 1) / VL * VL); }
 INLINE char *half(const Step *s, int64_t block, int64_t layer, int kv, int64_t head) {
-    int64_t size = s->block_size * s->dim * bytes(s);
-    return s->data + block * s->block_bytes + s->layer_at[layer] + (kv * s->kv_heads + head) * size;
+    const int64_t width = kv ? s->value_dim : s->dim, before = kv ? s->kv_heads * s->dim : 0;
+    return s->data + block * s->block_bytes + s->layer_at[layer] + (before + head * width) * s->block_size * bytes(s);
 }
 
 /* Word indices of dim d of token t; `dim` and the number of K steps are padded ones. */
@@ -215,31 +219,31 @@ INLINE int64_t k_word(int t, int s, int steps) { return ((int64_t)(t / VL) * ste
 static void write_token(const Call *c, int64_t token) {
     const Step *s = c->step;
     const int64_t slot = s->slots[token], block = slot / s->block_size;
-    const int t = (int)(slot % s->block_size), dim = (int)s->dim, size = bytes(s);
+    const int t = (int)(slot % s->block_size), dim = (int)s->dim, width = (int)s->value_dim, size = bytes(s);
     for (int h = 0; h < s->kv_heads; h++) {
         const char *k = c->k + (token * c->k_token + h * c->k_head) * size;
         const char *v = c->v + (token * c->v_token + h * c->v_head) * size;
         char *to_k = half(s, block, c->layer, 0, h), *to_v = half(s, block, c->layer, 1, h);
         if (!packed(s)) {
             memcpy(to_k + (int64_t)t * dim * size, k, dim * size);
-            memcpy(to_v + (int64_t)t * dim * size, v, dim * size);
+            memcpy(to_v + (int64_t)t * width * size, v, width * size);
         } else if (s->bf16) {
             uint32_t *words = (uint32_t *)to_k + k_word(t, 0, dim / 2);
             for (int i = 0; i < dim / 2; i++) memcpy(words + i * VL, k + 4 * i, 4);
-            uint16_t *halves = (uint16_t *)to_v + (int64_t)(t / 2) * dim * 2 + t % 2;
+            uint16_t *halves = (uint16_t *)to_v + (int64_t)(t / 2) * width * 2 + t % 2;
 #if VL == 16
-            for (int d = 0; d < dim; d += VL) { /* a masked store leaves the neighbour's halves alone, in any thread */
+            for (int d = 0; d < width; d += VL) { /* a masked store leaves the neighbour's halves alone, in any thread */
                 __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(v + 2 * d)));
                 if (t % 2) x = _mm512_slli_epi32(x, 16);
                 _mm512_mask_storeu_epi16(halves - t % 2 + 2 * d, t % 2 ? 0xaaaaaaaau : 0x55555555u, x);
             }
 #else
-            for (int d = 0; d < dim; d++) memcpy(halves + 2 * d, v + 2 * d, 2);
+            for (int d = 0; d < width; d++) memcpy(halves + 2 * d, v + 2 * d, 2);
 #endif
         } else {
             uint32_t *words = (uint32_t *)to_k + k_word(t, 0, dim);
             for (int i = 0; i < dim; i++) memcpy(words + i * VL, k + 4 * i, 4);
-            memcpy(to_v + (int64_t)t * dim * 4, v, dim * 4);
+            memcpy(to_v + (int64_t)t * width * 4, v, width * 4);
         }
     }
 }
@@ -248,7 +252,7 @@ static void write_token(const Call *c, int64_t token) {
 
 typedef struct {
     const Call *call;
-    int h0, h1, group, dim, size, steps; /* dim and size (of a block) padded to VL */
+    int h0, h1, group, dim, width, size, steps; /* dim, width (of V) and size (of a block) padded to VL */
     int kind, words;                     /* of products, and how many words a step of a query or of weights has */
     int unit;                            /* blocks */
     int t0, t1;
@@ -265,19 +269,21 @@ typedef struct {
 /* Block `block` of one head in plain order → packed words, of which the first n tokens are visible and the others zero. */
 static void pack(Item *w, const char *k, const char *v, int n) {
     const Step *s = w->call->step;
-    const int dim = (int)s->dim, steps = w->steps, half_steps = s->bf16 ? 2 : 1;
+    const int dim = (int)s->dim, width = (int)s->value_dim, steps = w->steps, half_steps = s->bf16 ? 2 : 1;
     memset(w->k_packed, 0, sizeof(uint32_t) * w->size * steps);
-    memset(w->v_packed, 0, sizeof(uint32_t) * (w->size / half_steps) * w->dim);
-    for (int t = 0; t < n; t++)
-        for (int d = 0; d < dim; d++) {
-            if (s->bf16) {
+    memset(w->v_packed, 0, sizeof(uint32_t) * (w->size / half_steps) * w->width);
+    for (int t = 0; t < n; t++) {
+        for (int d = 0; d < dim; d++)
+            if (s->bf16)
                 ((uint16_t *)(w->k_packed + k_word(t, d / 2, steps)))[d % 2] = ((const uint16_t *)k)[t * dim + d];
-                ((uint16_t *)(w->v_packed + (t / 2) * w->dim + d))[t % 2] = ((const uint16_t *)v)[t * dim + d];
-            } else {
+            else
                 w->k_packed[k_word(t, d, steps)] = ((const uint32_t *)k)[t * dim + d];
-                w->v_packed[t * w->dim + d] = ((const uint32_t *)v)[t * dim + d];
-            }
-        }
+        for (int d = 0; d < width; d++)
+            if (s->bf16)
+                ((uint16_t *)(w->v_packed + (t / 2) * w->width + d))[t % 2] = ((const uint16_t *)v)[t * width + d];
+            else
+                w->v_packed[t * w->width + d] = ((const uint32_t *)v)[t * width + d];
+    }
 }
 
 typedef struct {
@@ -294,13 +300,19 @@ typedef struct {
    blocks before `first` have left every window. */
 static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t start, int first, int n, const Blocks *b, int fetch) {
     const Call *c = w->call;
-    const int is_bf16 = (int)c->step->bf16, kind = w->kind, vectors = (n + VL - 1) / VL, size = w->size, width = w->unit * size, dim = w->dim;
+    const int is_bf16 = (int)c->step->bf16, kind = w->kind, vectors = (n + VL - 1) / VL, size = w->size, width = w->unit * size, dim = w->width;
     const int hidden = first * size; /* tokens */
     multiply((Product){.acc = w->scores + hidden, .acc_row = width, .a = w->q + q0 * w->steps * w->words,
                        .a_row = w->steps * w->words,
                        .b = b->k + hidden / VL, .ahead = b->k_ahead + hidden / VL, .row = VL, .steps = w->steps, .fresh = 1,
                        .fetch = fetch},
              nq, vectors - hidden / VL, kind);
+    if (c->before != 0)
+        for (int i = 0; i < nq; i++)
+            for (int x = hidden; x < vectors * VL; x += VL) {
+                float *scores = w->scores + i * width + x;
+                store(scores, tanh_(load(scores) * all(c->before)));
+            }
 
     vu lane;
     for (int i = 0; i < VL; i++) lane[i] = (uint32_t)i;
@@ -468,7 +480,7 @@ static void load_queries(Item *w) {
                 w->m[i] = MASKED;
             }
     memset(w->l, 0, sizeof(float) * i * LANES);
-    memset(w->acc, 0, sizeof(float) * i * w->dim);
+    memset(w->acc, 0, sizeof(float) * i * w->width);
 }
 
 static void store_outputs(Item *w) {
@@ -481,14 +493,21 @@ static void store_outputs(Item *w) {
                 const int64_t at = t * s->q_heads + h * w->group + g;
                 float sum = 0;
                 for (int x = 0; x < LANES; x++) sum += w->l[i * LANES + x];
-                if (c->lse) c->lse[at] = (w->m[i] + log2f(sum)) * 0.6931471805599453f;
-                const float *acc = w->acc + i * w->dim, share = 1.0f / sum;
-                for (int64_t d = 0; d < s->dim; d += VL) {
+                float top = w->m[i], kept = 1;
+                if (c->sinks) {
+                    const float sink = c->sinks[h * w->group + g] * 1.4426950408889634f;
+                    top = sink > top ? sink : top;
+                    kept = exp2_(all(w->m[i] - top), 0)[0];
+                    sum = sum * kept + exp2_(all(sink - top), 0)[0];
+                }
+                if (c->lse) c->lse[at] = (top + log2f(sum)) * 0.6931471805599453f;
+                const float *acc = w->acc + i * w->width, share = kept / sum;
+                for (int64_t d = 0; d < s->value_dim; d += VL) {
                     const vf x = load(acc + d) * all(share);
                     if (s->bf16)
-                        store_some_bf16((bf16 *)c->out + at * s->dim + d, s->dim - d, x);
+                        store_some_bf16((bf16 *)c->out + at * s->value_dim + d, s->value_dim - d, x);
                     else
-                        store_some((float *)c->out + at * s->dim + d, s->dim - d, x);
+                        store_some((float *)c->out + at * s->value_dim + d, s->value_dim - d, x);
                 }
             }
 }
@@ -499,7 +518,7 @@ static void run_item(const Call *c, const int32_t *chunk, int64_t head) {
     const int r0 = chunk[2], r1 = chunk[3];
     w->call = c, w->h0 = (int)head, w->h1 = (int)(head + s->heads < s->kv_heads ? head + s->heads : s->kv_heads);
     w->group = (int)(s->q_heads / s->kv_heads);
-    w->dim = padded(s->dim), w->size = padded(s->block_size), w->steps = s->bf16 ? w->dim / 2 : w->dim;
+    w->dim = padded(s->dim), w->width = padded(s->value_dim), w->size = padded(s->block_size), w->steps = s->bf16 ? w->dim / 2 : w->dim;
     w->kind = !s->bf16 ? NUMBERS : s->pairs ? PAIRS : WIDENED, w->words = w->kind == WIDENED ? 2 : 1;
     w->unit = packed(s) && s->block_size < UNIT ? UNIT / (int)s->block_size : 1;
     w->t0 = chunk[0], w->t1 = chunk[1];
@@ -591,18 +610,20 @@ int rollout_plan(Step *s, const int32_t *shared, int64_t groups) {
         }
     }
     /* With chunks enough for all threads an item takes all kv heads, which lie together; else they are spread. */
-    const int64_t queries = MAX_NUMBERS / padded(s->dim), fit = (queries < MAX_QUERIES ? queries : MAX_QUERIES) / (most * group);
+    const int64_t queries = MAX_NUMBERS / padded(s->dim > s->value_dim ? s->dim : s->value_dim), fit = (queries < MAX_QUERIES ? queries : MAX_QUERIES) / (most * group);
     s->heads = s->num_chunks < 3 * s->threads ? 1 : fit < s->kv_heads ? fit : s->kv_heads;
     return g == groups ? 0 : 5;
 }
 
-/* Write k and v of the step's tokens into the pool (k NULL: they are there), then attend. Strides in elements. */
-void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling, const void *q, int64_t q_token, int64_t q_head,
-                    const void *k, int64_t k_token, int64_t k_head, const void *v, int64_t v_token, int64_t v_head, void *out,
-                    float *lse) {
+/* Write k and v of the step's tokens into the pool (k NULL: they are there), then attend. Strides in elements. cap 0: none; sinks
+   [q_heads] or NULL. */
+void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling, float cap, const float *sinks, const void *q,
+                    int64_t q_token, int64_t q_head, const void *k, int64_t k_token, int64_t k_head, const void *v,
+                    int64_t v_token, int64_t v_head, void *out, float *lse) {
     Call c = {.step = s, .layer = layer, .window = window, .scale = scaling * 1.4426950408889634f, .q = q, .q_token = q_token,
               .q_head = q_head, .k = k, .k_token = k_token, .k_head = k_head, .v = v, .v_token = v_token, .v_head = v_head,
-              .out = out, .lse = lse, .next_write = k ? 0 : s->tokens};
+              .out = out, .lse = lse, .sinks = sinks, .next_write = k ? 0 : s->tokens};
+    if (cap != 0) c.before = scaling / cap, c.scale = cap * 1.4426950408889634f;
     int64_t threads = s->num_chunks * s->kv_heads / s->heads, pairs = 0;
     threads = threads < s->threads ? threads : s->threads;
     for (int64_t r = 0; r < s->rows && pairs < WORTH_A_THREAD; r++)
@@ -618,7 +639,8 @@ void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling,
     }
 }
 
-/* The calls of layers 0 … n - 1 for `rollout_attend_within`. q, k, v and out [tokens][heads][dim] serve each layer in turn. */
+/* The calls of layers 0 … n - 1 for `rollout_attend_within`, with values as wide as keys, without caps and sinks. q, k, v and out
+   [tokens][heads][dim] serve each layer in turn. */
 void rollout_calls(Call *to, const Step *s, int64_t n, const float *scaling, const int64_t *window, const void *q, const void *k,
                    const void *v, void *out) {
     for (int64_t i = 0; i < n; i++)
@@ -630,7 +652,7 @@ int64_t rollout_call_bytes(void) { return sizeof(Call); }
 
 #define AT(field) FIELD(Step, field)
 const Field rollout_layout_attention[] = {
-    AT(data), AT(blocks), AT(block_bytes), AT(kv_heads), AT(block_size), AT(dim), AT(q_heads), AT(bf16), AT(layer_at), AT(rows), AT(tokens),
+    AT(data), AT(blocks), AT(block_bytes), AT(kv_heads), AT(block_size), AT(dim), AT(value_dim), AT(q_heads), AT(bf16), AT(layer_at), AT(rows), AT(tokens),
     AT(table_row), AT(threads), AT(share), AT(pairs), AT(query_starts), AT(context_lens), AT(table), AT(slots), AT(chunks), AT(num_chunks),
     AT(heads), AT(parallel), AT(barrier), {NULL, NULL, 0, 0}};
 #undef AT

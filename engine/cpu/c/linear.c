@@ -40,7 +40,6 @@ INLINE void put(void *p, int64_t at, int64_t n, vf x, int is_bf16) {
         store_some((float *)p + at, n, x);
 }
 INLINE vf as(vf x, int is_bf16) { return is_bf16 ? rounded(x) : x; }
-INLINE vf silu(vf x) { return x / (all(1) + exp_(minus(x))); }
 
 /* `n` ≤ VL outputs of one row, from number `at` of the matrix on. */
 INLINE void finish(const Products *p, int which, const float *sum, const float *other, int64_t row, int64_t at, int64_t n,

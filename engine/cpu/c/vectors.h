@@ -200,8 +200,13 @@ INLINE void store_some_bf16(bf16 *p, int64_t n, vf x) {
 
 /* ---- functions, in the bits of Sleef's *_u10 with FMA (Shibata & Petrogalli 2020), which torch's vectors use ---- */
 
-INLINE vf exp_(vf x) {
-    const vi n = to_integers(x * all(1.44269504088896340736f)), half = n >> 1;
+/* e^x = 2^n · (1 + rest) with |log (1 + rest)| ≤ log(2) / 2. */
+typedef struct {
+    vf rest;
+    vi n;
+} Power;
+INLINE Power power_of_e(vf x) {
+    const vi n = to_integers(x * all(1.44269504088896340736f));
     const vf q = to_floats(n);
     vf s = fma_(q, all(-0.693145751953125f), x);
     s = fma_(q, all(-1.428606765330187045e-06f), s);
@@ -211,11 +216,25 @@ INLINE vf exp_(vf x) {
     u = fma_(u, s, all(0.0416664853692054748535156f));
     u = fma_(u, s, all(0.166666671633720397949219f));
     u = fma_(u, s, all(0.5f));
-    u = all(1) + fma_(s * s, u, s);
+    return (Power){fma_(s * s, u, s), n};
+}
+INLINE vf exp_(vf x) {
+    const Power power = power_of_e(x);
+    const vi half = power.n >> 1;
+    vf u = all(1) + power.rest;
     u *= (vf)((half + 127) << 23);
-    u *= (vf)((n - half + 127) << 23);
+    u *= (vf)((power.n - half + 127) << 23);
     u = choose(less(x, all(-104)), all(0), u);
     return choose(less(all(100), x), all(INFINITY), u);
+}
+
+/* e / (e + 2) with e = e^2|x| - 1, which is 1 from |x| = 10 on, and the sign of x; a relative error of a few roundings. */
+INLINE vf tanh_(vf x) {
+    const vu sign = (vu)x & all_words(0x80000000u);
+    const vf size = minus(max_(all(-10), minus((vf)((vu)x ^ sign)))); /* NaN stays NaN */
+    const Power power = power_of_e(size + size);
+    const vf scale = (vf)((power.n + 127) << 23), less_one = fma_(scale, power.rest, scale - all(1));
+    return (vf)((vu)(less_one / (less_one + all(2))) | sign);
 }
 
 /* A number and what was lost when it was rounded. */
@@ -248,4 +267,12 @@ INLINE vf log_(vf d) {
     r = choose(less(d, all(0)), all(NAN), r);
     r = choose(is_nan(d), all(NAN), r);
     return choose(equal(d, all(0)), all(-INFINITY), r);
+}
+
+INLINE vf sigmoid(vf x) { return all(1) / (all(1) + exp_(minus(x))); }
+INLINE vf silu(vf x) { return x / (all(1) + exp_(minus(x))); }
+/* log(1 + e^x); x itself above 20, as torch's */
+INLINE vf softplus(vf x) {
+    const vf e = exp_(x), u = all(1) + e; /* what 1 + e lost is added to the logarithm as its derivative */
+    return choose(less(all(20), x), x, log_(u) + (e - (u - all(1))) / u);
 }

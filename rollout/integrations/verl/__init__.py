@@ -17,7 +17,7 @@ enough, beside msgspec, pyzmq, tomli-w and xxhash.
 A replica of verl is one actor of Ray (`rollout.integrations.verl.replica`) that holds a service and a client of it. Weights
 come as in any refresh, all or nothing, from the rank that verl gives to the replica (`rollout.integrations.verl.adapter`).
 verl aborts what runs before it sends weights, and prefills it again afterwards; here it is paused, and goes on over the
-refresh. Which weights made which token is told in `extra_fields`.
+refresh. `extra_fields` has the weight versions of each token.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Programs to copy: trainers, and agents, that use a rollout service."""

@@ -1,0 +1,102 @@
+"""What both clients have: the session, the description of the service, and texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rollout.client.connection import LinkTiming
+from rollout.client.lora import Adapters
+from rollout.client.refresh import WeightSender
+from rollout.client.session import ClientSession
+from rollout.client.submission import TokenIds
+from rollout.client.text import Messages, TextCodec
+from rollout.engine.types import Sample
+from rollout.transport.messages import Welcome
+from rollout.transport.sockets import ClientTransport
+from rollout.transport.weights.group import own_address
+
+
+class BaseClient:
+    """Opens a session, without waiting for the service. The arguments are those of `RolloutClient`."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        transport: ClientTransport | None = None,
+        connect_timeout_s: float = 10.0,
+        link_timeout_s: float = 4.0,
+        stall_timeout_s: float = 300.0,
+        require_version: int = 0,
+        refresh_host: str | None = None,
+        budget: int | None = None,
+        restart_timeout_s: float = 300.0,
+        resubmit: bool = False,
+        tokenizer: Any = None,
+        timing: LinkTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        timing = LinkTiming() if timing is None else timing
+        self._session = ClientSession(
+            address,
+            transport,
+            name,
+            budget=budget,
+            require_version=require_version,
+            resubmit=resubmit,
+            timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
+            clock=clock,
+        )
+        self._connect_timeout_s = connect_timeout_s
+        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address))
+        self._adapters = Adapters()
+        self._text = TextCodec(tokenizer, lambda: self.info.model)
+
+    def __repr__(self) -> str:
+        """Describe the client in one line."""
+        return f"{type(self).__name__}({self._session.summary})"
+
+    def _close(self) -> None:
+        self._session.close()
+        self._sender.close()
+
+    @property
+    def info(self) -> Welcome:
+        """Return the service's description of itself at the last connection: model, vocab_size, context, eos_token_ids,
+        version, limits, incarnation."""
+        return self._session.info
+
+    @property
+    def require_version(self) -> int:
+        """Return the oldest version of the weights to sample from."""
+        return self._session.require_version
+
+    @require_version.setter
+    def require_version(self, version: int) -> None:
+        """Set it, together with the digest that this client has seen for the version."""
+        self._session.require_version = version
+
+    # texts
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the transformers tokenizer of the model, loaded at the first use. Raises NoTokenizer."""
+        return self._text.tokenizer
+
+    def encode(self, prompt: str | Messages, **template: Any) -> TokenIds:
+        """Return the token ids that a prompt has in every call of this client.
+
+        Args:
+            prompt: a text, with the special tokens that the model puts at the start, or messages, through the chat template.
+            template: arguments of the chat template, e.g. tools=[…] or enable_thinking=False.
+
+        Raises InvalidRequest for messages that the template refuses, NoTokenizer."""
+        return self._text.ids(prompt, **template)
+
+    def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
+        """Return the text of a sample, as the HTTP API does: without special tokens, and without the stop string that ended it
+        unless `keep_stop`. Raises NoTokenizer."""
+        return self._text.decode(sample, skip_special=skip_special, keep_stop=keep_stop)
