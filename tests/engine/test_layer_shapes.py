@@ -14,6 +14,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.attention import KVPlace, Scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model, UnsupportedModel
+from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.self_check import LoadedModel, check_model
 from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV, keys_and_values
 from rollout.engine.kv.sizing import PoolSizes
@@ -176,3 +177,30 @@ def test_triton_has_arrays_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatc
     trainer = build("gemma4_text", **sizes)
     for sample in samples.values():
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(trainer, each.prompt, sample), atol=1e-4, rtol=0)
+
+
+def test_native_attention_over_layers_of_all_widths_is_the_reference_s() -> None:
+    """Layers with other numbers of heads, and of keys and values of two widths, in one block; and a layer that stores none."""
+    geometry = KVGeometry.of([LayerShape(2, 32, 16), LayerShape(1, 48, 48), LayerShape(4, 16, 32)], torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    plan = plan_by_hand(np.zeros((2, 9)), np.zeros(2, np.int32), np.array([[0], [2]], np.int32))
+    outs = []
+    for backend in (NativeAttention(1), ReferenceAttention()):
+        kv = PagedKV(geometry, PoolSizes(16, 3, 0), HostMemory())
+        kv.data.fill_(torch.nan)
+        batch = Batch.build(plan, 16, HostMemory(), torch.float32)
+        batch = replace(batch, attention=backend.prepare(batch, kv))
+        generator.manual_seed(0)
+        for layer, (heads, k, v) in enumerate(geometry.shapes):
+            shapes = (
+                (batch.input_ids.shape[1], 4, k),
+                (batch.input_ids.shape[1], heads, k),
+                (batch.input_ids.shape[1], heads, v),
+            )
+            query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+            stored = backend.attend(layer, query, key, value, batch, kv, Scores(0.3, 5))
+            read = backend.attend(layer, query, None, None, batch, kv, Scores(0.3, 5))
+            assert torch.equal(stored, read)
+            outs.append(stored)
+    for one, other in zip(outs[:3], outs[3:], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
