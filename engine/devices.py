@@ -26,7 +26,7 @@ from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
-from rollout.engine.cpu.select_path import decide
+from rollout.engine.cpu.select_path import BATCH, decide
 from rollout.engine.cuda.attention import TritonAttention, TritonByShape, TritonUnavailable, triton_attention
 from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.exact import ARITHMETIC, make_exact
@@ -161,6 +161,8 @@ class CpuDevice:
         except Exception as error:
             raise UnsupportedModel(f"{model.name}: a step of the model failed: {in_one_line(error)}") from error
         model.run_by(computes.decoder)
+        if model.states is not None and model.recurrence.kernels is None:
+            computes = scanned_in_chunks(computes)
         return computes
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
@@ -174,6 +176,12 @@ class CpuDevice:
 
     def seconds(self, began: Any, ended: Any) -> float:
         return float(ended - began)
+
+
+def scanned_in_chunks(computes: ExecutionPath) -> ExecutionPath:
+    """Return the path of a recurrent model without kernels: torch scans a row in chunks, so bits depend on where it is cut."""
+    named = computes.arithmetic if BATCH in computes.arithmetic else computes.arithmetic + BATCH
+    return computes._replace(arithmetic=named, why=computes.why or "torch scans in chunks", batch_invariant=False)
 
 
 class CudaDevice:

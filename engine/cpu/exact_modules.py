@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from rollout.engine.cpu.backward import product
-from rollout.engine.cpu.functions import plain_functions
+from rollout.engine.cpu.functions import plain_calls, plain_functions
 from rollout.engine.cpu.products import DTYPES, Products, products_of
 
 OTHER_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "einsum", "matmul", "mm"))
@@ -45,6 +45,7 @@ class ExactLinear(nn.Linear):
     isa: str
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @plain_calls
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device."""
         if torch.is_autocast_enabled(input.device.type):
@@ -54,19 +55,30 @@ class ExactLinear(nn.Linear):
                 f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: must have "
                 "the weight's dtype, on the CPU"
             )
-        out: torch.Tensor = _Product.apply(input, self.weight, self.bias, products_of(self.isa))  # type: ignore[no-untyped-call]
-        return out
+        return linear(input, self.weight, self.bias, products_of(self.isa))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, isa={self.isa}"
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+    """Return […, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → […, outputs], with a gradient if gradients are on."""
+    if not torch.is_grad_enabled():
+        return _product(x, weight, bias, products)
+    out: torch.Tensor = _Product.apply(x, weight, bias, products)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+    out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return out.view(*x.shape[:-1], len(weight))
+        return _product(x, weight, bias, products)
 
     @staticmethod
     @once_differentiable
@@ -114,7 +126,7 @@ class LinearProducts(TorchFunctionMode):
         if func is nn.functional.linear:
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
             if weight.dtype in DTYPES and x.dtype == weight.dtype and x.is_cpu:
-                return _Product.apply(x, weight, bias, self.products)  # type: ignore[no-untyped-call]
+                return linear(x, weight, bias, self.products)
         return func(*args, **(kwargs or {}))
 
 
@@ -140,9 +152,9 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
         if expert >= self.num_experts:
             continue  # a token that a router gives to no expert
         tokens = at // k
-        up = _Product.apply(hidden[tokens], *first(expert), products)  # type: ignore[no-untyped-call]
+        up = linear(hidden[tokens], *first(expert), products)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)
-        out = _Product.apply(inner, *second(expert), products)  # type: ignore[no-untyped-call]
+        out = linear(inner, *second(expert), products)
         if self.has_post_expert_norm:
             out = self.post_expert_norm(out)
         total = total.index_add(0, tokens, out.float() * top_k_weights.flatten()[at].float()[:, None])

@@ -224,3 +224,10 @@ def test_gradients_of_an_exact_model_are_those_of_the_plain_one(name: str) -> No
     """In fp32, of rows of different lengths; each parameter has one."""
     rows = [(prompt(30, 1), prompt(12, 2)), (prompt(11, 3), prompt(20, 4))]
     assert_same_gradients(*(gradients(build(name), exact, rows) for exact in (False, True)))
+
+
+def test_without_kernels_the_name_says_that_bits_depend_on_cuts() -> None:
+    engine = engine_of("qwen3_5_text", isa="torch")
+    assert engine.arithmetic.startswith("torch/") and "/batch" in engine.arithmetic
+    each = group("g", prompt(20), n=2, max_tokens=8, seed=1, ignore_eos=True)
+    check("qwen3_5_text", each, run(engine, [each]))
