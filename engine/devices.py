@@ -27,7 +27,7 @@ from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
-from rollout.engine.cuda.attention import TritonAttention, TritonUnavailable
+from rollout.engine.cuda.attention import TritonAttention, TritonByShape, TritonUnavailable, triton_attention
 from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.exact import ARITHMETIC, make_exact
 from rollout.engine.cuda.fused import FusedDecoder, NotFused
@@ -147,7 +147,7 @@ class CpuDevice:
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "triton":  # in Triton's interpreter
-            return TritonAttention(self.memory.device, capacity)
+            return triton_attention(self.memory.device, capacity)
         if self._without_native:
             raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the slow torch reference')
         return NativeAttention(self._threads, self.isa)
@@ -212,7 +212,7 @@ class CudaDevice:
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "native":
             raise ValueError(f'attention="native" runs on the CPU only, not on {self.memory.device}: use "auto"')
-        return TritonAttention(self.memory.device, capacity)
+        return triton_attention(self.memory.device, capacity)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         if config.exact:
@@ -221,7 +221,7 @@ class CudaDevice:
         return fuse(model, backend) if config.advanced.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        if not (config.cuda_graphs and isinstance(backend, TritonAttention)) or states_of(model) is not None:
+        if not isinstance(backend, TritonAttention | TritonByShape) or not config.cuda_graphs or states_of(model) is not None:
             return None
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())

@@ -134,7 +134,8 @@ def sample_logprobs(
     mask = None
     if len({len(each) for each in whole}) > 1:
         mask = pad_sequence([torch.ones_like(each) for each in whole], batch_first=True)[:, :-1].to(model.device)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+    kept = torch.arange(first, ids.shape[1], device=ids.device)  # a number would cut the tokens of layers that share KV
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=kept).logits
     return [
         token_logprobs(row[len(prompt) - 1 - first : len(each) - 1 - first], each[len(prompt) :].to(row.device), temperature)
         for row, (prompt, _), each in zip(logits, sequences, whole, strict=True)

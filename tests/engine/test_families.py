@@ -12,7 +12,7 @@ import torch
 
 from rollout.engine import worker
 from tests.support import families
-from tests.support.families import FAMILIES, MLA_MOE, MOE, Outcome, both_in_a_child, build, outcome
+from tests.support.families import FAMILIES, GEMMA4_WITHOUT_V, MLA_MOE, MOE, Outcome, both_in_a_child, build, outcome
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LLAMA4 = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4}
@@ -49,6 +49,9 @@ CASES = {
                            "sliding_window": 12}, ""),
     "another of these": ("youtu", BF16, {**MLA_MOE, "v_head_dim": 24}, ""),
     "and another": ("glm4_moe_lite", BF16, MOE, ""),
+    "heads of two sizes and layers that share KV": ("gemma4_text", FP32, {}, ""),
+    "heads of two sizes and of two numbers": ("gemma4_text", FP32, GEMMA4_WITHOUT_V, ""),
+    "the same, in bf16": ("gemma4_text", BF16, GEMMA4_WITHOUT_V, ""),
 }  # fmt: skip
 
 

@@ -38,6 +38,24 @@ MOE = {
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MLA_MOE = {**MOE, **MLA, "num_key_value_heads": 4}
 NARROW = {"head_dim": 16}
+GEMMA4 = {
+    "num_hidden_layers": 10, "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "num_kv_shared_layers": 5,
+    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 1, "sliding_window": 12, "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+"""Gemma 4 E2B in small: heads of two sizes, layers that share KV, an embedding a layer"""
+GEMMA4_WITHOUT_V = {
+    "num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"], "head_dim": 16,
+    "global_head_dim": 32, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "sliding_window": 12, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199,
+    "use_double_wide_mlp": False,
+}  # fmt: skip
+"""Gemma 4 31B in small: two numbers of heads too, and V computed from K"""
+GEMMA3N = {
+    "num_hidden_layers": 10, "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "num_kv_shared_layers": 5,
+    "head_dim": 16, "sliding_window": 12, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6,
+}  # fmt: skip
 FOUR = {"num_hidden_layers": 4}
 LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 """as published: one layer in four has attention"""
@@ -67,7 +85,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {**MOE, **NARROW},
     "ministral": {**NARROW, "sliding_window": 12, "layer_types": SLIDING},
     "gemma3_text": {**NARROW, "sliding_window": 12, "layer_types": SLIDING},
-    "gemma4_text": {**NARROW, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 0, "global_head_dim": 16},
+    "gemma3n_text": GEMMA3N,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_WITHOUT_V,
     "lfm2": {**FOUR, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**MOE, **FOUR, "layer_types": ["conv", "full_attention"] * 2},
     "qwen3_5_text": DELTA,
