@@ -280,7 +280,8 @@ def test_experts_have_whole_vectors_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 ODD = {"intermediate_size": 100, "vocab_size": 197}
 S, F = "sliding_attention", "full_attention"
-GEMMA4 = {"hidden_size_per_layer_input": 8, "num_hidden_layers": 2, "layer_types": [S, F], "sliding_window": 16}
+GEMMA4 = {"hidden_size_per_layer_input": 8, "num_hidden_layers": 2, "layer_types": [S, F], "sliding_window": 16,
+          "num_kv_shared_layers": 0}  # fmt: skip
 FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {**ODD, "hidden_act": "gelu_pytorch_tanh"}, "auto"), ("llama", {**ODD, "hidden_size": 72}, "auto"),
     ("gemma3_text", ODD, "auto"), ("gemma4_text", {**ODD, **GEMMA4}, "auto"), ("starcoder2", ODD, "auto"), ("phi", ODD, "auto"),
