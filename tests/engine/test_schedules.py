@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from rollout.engine.kv import prefix
-from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
+from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks, SlotCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling import block_tables, conversation, rows, states
 from rollout.engine.scheduling.block_tables import BlockTables
@@ -70,6 +70,20 @@ def test_random_schedules_of_recurrent_state() -> None:
     """60 schedules each: a row begins with the state of exactly the tokens before it, whatever was moved, lost or shared."""
     over_seeds(partial(random_schedule, recurrent=True), 0, 60)
     over_seeds(partial(conversations, recurrent=True), 0, 60)
+
+
+@pytest.mark.parametrize("length", [16, 17, 18])
+def test_equal_prompts_continue_from_one_snapshot(length: int) -> None:
+    """Whether they end with a block, a token behind one or elsewhere. The first two compute the prompt one after the other, the
+    others begin behind its last junction together."""
+    h = Harness(400, 0, slots=SlotCounts(40, 0), block_size=4, max_num_seqs=16, max_batch_tokens=256)
+    for number in range(8):
+        assert h.submit(f"g{number}", [*range(1, length + 1)], max_tokens=1, seed=number)
+    steps = 0
+    while h.scheduler.state.groups:
+        h.step()
+        steps += 1
+    assert steps == 3 and h.scheduler.state.counters.prefix_hit_tokens == 6 * ((length - 1) // 4 * 4)
 
 
 def test_tight_pools_finish() -> None:
