@@ -55,7 +55,7 @@ def exact(kernels: TokenMixers, name: str, original: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.update(given.pop("kwargs", {}))
         del given[ROWS]
-        if name != CONV and given.get(SCANS[name].first) is not None:
+        if name != CONV and (given.get(SCANS[name].first) is not None or given.get(SCANS[name].wanted)):
             raise ValueError("the service's recurrence takes whole sequences: call the model with use_cache=False")
         tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
         others = {key: value for key, value in given.items() if key not in tensors}

@@ -16,6 +16,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.exact import use_exact
 from tests.support.families import build, outcome
 from tests.support.samebits import (
     ROOMY,
@@ -224,6 +225,24 @@ def test_gradients_of_an_exact_model_are_those_of_the_plain_one(name: str) -> No
     """In fp32, of rows of different lengths; each parameter has one."""
     rows = [(prompt(30, 1), prompt(12, 2)), (prompt(11, 3), prompt(20, 4))]
     assert_same_gradients(*(gradients(build(name), exact, rows) for exact in (False, True)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+def test_an_exact_trainer_with_a_cache_is_refused(name: str) -> None:
+    """transformers asks for the last state unless use_cache=False."""
+    made = build(name)
+    use = use_exact(made, block_size=8)
+    with pytest.raises(ValueError, match="call the model with use_cache=False"):
+        made(input_ids=torch.arange(24, 44)[None])
+    use.remove()
+
+
+@needs_kernels
+def test_recurrent_layers_use_kernels_beside_kv_in_fp8() -> None:
+    """The kernel of attention reads no fp8; those of recurrent layers read no KV."""
+    engine = engine_of("qwen3_5_text", kv_dtype="fp8_e4m3", block_size=32)
+    assert "/batch" not in engine.arithmetic and "fp8" in engine.arithmetic
 
 
 def test_without_kernels_the_name_says_that_bits_depend_on_cuts() -> None:
