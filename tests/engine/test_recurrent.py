@@ -15,6 +15,9 @@ from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
+from rollout.engine.kv import sizing
+from rollout.engine.kv.sizing import pool_sizes, state_sizes
+from rollout.engine.memory import HostMemory
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from rollout.exact import use_exact
 from tests.support.families import build, outcome
@@ -44,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"kv_tokens": 200},
     "overlapped": {"overlap_steps": True, "max_batch_tokens": 64},
 }
+MIB = 1 << 20
 BOUND = 5e-5
 """of log-probs in fp32: the plain forward scans in chunks, the engine token by token; a lost state changes them by 1e-2"""
 
@@ -198,6 +202,21 @@ def test_fewer_sequences_run_where_their_states_do_not_fit(caplog: pytest.LogCap
     assert 8 <= engine.config.most_seqs < 16 and "fewer sequences run" in caplog.text
     each = group("g", prompt(20), n=16, max_tokens=8, seed=1, ignore_eos=True)
     check("qwen3_5_text", each, run(engine, [each]))
+
+
+class SmallMemory(HostMemory):
+    def free(self) -> int:
+        return 100 << 20
+
+
+def test_states_on_top_of_kv_tokens_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 MiB: slots of 1 MiB beside 64 KV blocks of 1 MiB."""
+    monkeypatch.setattr(sizing, "free_memory", SmallMemory().free)
+    few, many = (EngineConfig(model="m", kv_tokens=64 * 32, max_num_seqs=seqs) for seqs in (16, 64))
+    slots, sizes = state_sizes(few, MIB, pool_sizes(few, MIB, SmallMemory()), MIB, SmallMemory())
+    assert (slots.device, sizes.device) == (20, 64) and slots.host + sizes.host <= 100 - 64 - 20
+    with pytest.raises(ValueError, match=r"74 recurrent states of 1.0 MiB and the KV pool take 0.1 GiB.*lower max_num_seqs=64"):
+        state_sizes(many, MIB, pool_sizes(many, MIB, SmallMemory()), MIB, SmallMemory())
 
 
 NATIVE = ["qwen3_5_text", "falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "olmo_hybrid"))]
