@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollout.engine.kv import prefix
@@ -19,6 +20,7 @@ from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling import block_tables, conversation, rows, states
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
+from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.queue import RunningTable
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import GroupState, Sequence
@@ -84,6 +86,25 @@ def test_equal_prompts_continue_from_one_snapshot(length: int) -> None:
         h.step()
         steps += 1
     assert steps == 3 and h.scheduler.state.counters.prefix_hit_tokens == 6 * ((length - 1) // 4 * 4)
+
+
+def test_the_snapshot_of_a_sequence_that_failed_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second prompt leaves a snapshot behind, and then has no finite logits."""
+    h = Harness(400, 0, slots=SlotCounts(40, 0), block_size=4, max_num_seqs=16, max_batch_tokens=256)
+    compute, found = h.compute, []
+
+    def not_finite(plan: Plan) -> SampledTokens:
+        sampled = compute(plan)
+        return sampled._replace(finite=np.zeros(len(sampled.tokens), bool))
+
+    for number, each in enumerate((compute, not_finite, compute, compute)):
+        monkeypatch.setattr(h, "compute", each)
+        assert h.submit(f"g{number}", [*range(1, 19)], max_tokens=1, seed=number)
+        while h.scheduler.state.groups:
+            h.step()
+            h.check()
+        found.append(h.scheduler.state.counters.prefix_hit_tokens)
+    assert h.got["g1", 0].finish_reason == "error" and found == [0, 0, 0, 16]
 
 
 def test_tight_pools_finish() -> None:
