@@ -258,6 +258,23 @@ def test_an_exact_trainer_with_a_cache_is_refused(name: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_exact_trainer_with_adapters_of_peft_has_the_same_bits(task: str | None) -> None:
+    """Also in a packed row. A PeftModel without a task calls the model that it adapts directly."""
+    peft = pytest.importorskip("peft")
+    base = build("qwen3_5_text")
+    adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules="all-linear", task_type=task))
+    rows = [torch.from_numpy(prompt(n, n).astype(np.int64)) for n in (30, 17)]
+    packed, positions = torch.cat(rows)[None], torch.cat([torch.arange(len(row)) for row in rows])[None]
+    use_exact(base, block_size=8)
+    use_exact(adapted, block_size=8)
+    with torch.no_grad():
+        want = torch.cat([base(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        got = adapted(input_ids=packed, position_ids=positions, use_cache=False).logits[0]
+    assert torch.equal(got, want)
+
+
+@needs_kernels
 def test_recurrent_layers_use_kernels_beside_kv_in_fp8() -> None:
     """The kernel of attention reads no fp8; those of recurrent layers read no KV."""
     engine = engine_of("qwen3_5_text", kv_dtype="fp8_e4m3", block_size=32)
