@@ -154,7 +154,7 @@ class CpuDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
-        if model.states is not None and not self._without_native:
+        if model.states is not None and self.isa != "torch":
             model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
         try:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)

@@ -193,6 +193,12 @@ class BlockStore:
             self._evict_cached()
         assert not self.device.used, "a block is in use"
 
+    def forget(self, block: Block) -> None:
+        """Remove a block from the prefix index; free it if it has no owners."""
+        self.index.remove(block)
+        if not block.owners:
+            self._destroy(block)
+
     def forget_cached(self) -> None:
         """Free all blocks without owners."""
         for block in [*self.cached, *self.cached_host]:

@@ -162,7 +162,9 @@ class BlockTables:
         seq.mirrored = min(seq.mirrored, blocks)
 
     def distrust(self, seq: Sequence) -> None:
-        """Remove the blocks that only this sequence owns from the prefix index."""
+        """Remove the blocks that only this sequence owns from the prefix index, and the snapshots along its blocks."""
+        if self.states is not None:
+            self.states.forget_along(seq.blocks)
         for block in seq.blocks:
             if block.owners == 1:
                 self.store.index.remove(block)

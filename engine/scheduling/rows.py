@@ -21,6 +21,8 @@ def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
         if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
             if seq.pending and counts_tokens(seq):
                 continue  # until the token is known
+            if state.states is not None and seq.junction:
+                state.states.cut_at_junction(seq, 1)
             if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                 state.tables.extend(seq, cached + 1, version)
             rows.append(Row(seq, cached, 1, seq.num_next_samples, ()))
@@ -42,7 +44,8 @@ def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, 
         count = state.states.cut_at_junction(seq, count)
     if count <= 0:
         return None
-    if seq.uncached > 1 and computed_by_other(seq, count, planned, size, version):
+    finds_more = state.states is None or not seq.cached  # behind a state, blocks of other sequences are of no use
+    if seq.uncached > 1 and finds_more and computed_by_other(seq, count, planned, size, version):
         return None
     samples, expected = (seq.num_next_samples if count == seq.uncached else 0), ()
     if samples and seq.given is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
+from itertools import takewhile
 
 import xxhash
 
@@ -138,7 +139,8 @@ class StateSlots:
         for seq in sequences:
             source = seq.state_in or (seq.state_out if seq.cached else None)
             assert seq.state_out is not None and seq.state_out.device is not None
-            reads.append(-1 if source is None or source.device is None else source.device)
+            assert source is None or source.device is not None, "a running sequence whose state is not on the device"
+            reads.append(-1 if source is None else source.device)
             writes.append(seq.state_out.device)
         return reads, writes
 
@@ -171,6 +173,12 @@ class StateSlots:
         self.store.activate(state, full=True)
         seq.state_in = state
         return True
+
+    def forget_along(self, blocks: Iterable[Block]) -> None:
+        """Remove the snapshots along these blocks, as far as they are full, from the index."""
+        for key in chained(takewhile(lambda block: block.key is not None, blocks)):
+            if (state := self.store.index.get(key)) is not None:
+                self.store.forget(state)
 
     def _leave_snapshot(self, seq: Sequence) -> None:
         """Leave the state of a running sequence behind under the key of its blocks, unless no slot is free to go on in."""

@@ -117,7 +117,8 @@ def _attending(model: Any, name: str, block_size: int, before: str) -> Callable[
         depth = rows.on(model.device).depth
         return args, {**kwargs, "position_ids": depth, "attention_mask": None, ROWS: rows}
 
-    hook = model.base_model.register_forward_pre_hook(find, with_kwargs=True)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls that one
+    hook = inner.base_model.register_forward_pre_hook(find, with_kwargs=True)
 
     def undo() -> None:
         hook.remove()

@@ -45,17 +45,18 @@ def use_exact_recurrence(model: nn.Module, threads: int | None, isa: str) -> Cal
 
 
 def exact(kernels: TokenMixers, name: str, original: Any) -> Any:
-    """Make the function that a mixer calls in place of `original`: kernels compute a batch that has a layout."""
+    """Make the function that a mixer calls in place of `original`: kernels compute the batch. It raises ValueError without the
+    layout of the batch, which a forward of the whole model passes, and with a cache."""
     signature = inspect.signature(original)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         layout = kwargs.get(ROWS)
         if not isinstance(layout, BatchLayout):
-            return original(*args, **kwargs)
+            raise ValueError("a recurrent layer was called on its own: call the whole model that use_exact was given")
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.update(given.pop("kwargs", {}))
         del given[ROWS]
-        if name != CONV and given.get(SCANS[name].first) is not None:
+        if name != CONV and (given.get(SCANS[name].first) is not None or given.get(SCANS[name].wanted)):
             raise ValueError("the service's recurrence takes whole sequences: call the model with use_cache=False")
         tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
         others = {key: value for key, value in given.items() if key not in tensors}

@@ -15,7 +15,11 @@ from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
+from rollout.engine.kv import sizing
+from rollout.engine.kv.sizing import pool_sizes, state_sizes
+from rollout.engine.memory import HostMemory
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.exact import use_exact
 from tests.support.families import build, outcome
 from tests.support.samebits import (
     ROOMY,
@@ -43,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"kv_tokens": 200},
     "overlapped": {"overlap_steps": True, "max_batch_tokens": 64},
 }
+MIB = 1 << 20
 BOUND = 5e-5
 """of log-probs in fp32: the plain forward scans in chunks, the engine token by token; a lost state changes them by 1e-2"""
 
@@ -199,6 +204,21 @@ def test_fewer_sequences_run_where_their_states_do_not_fit(caplog: pytest.LogCap
     check("qwen3_5_text", each, run(engine, [each]))
 
 
+class SmallMemory(HostMemory):
+    def free(self) -> int:
+        return 100 << 20
+
+
+def test_states_on_top_of_kv_tokens_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 MiB: slots of 1 MiB beside 64 KV blocks of 1 MiB."""
+    monkeypatch.setattr(sizing, "free_memory", SmallMemory().free)
+    few, many = (EngineConfig(model="m", kv_tokens=64 * 32, max_num_seqs=seqs) for seqs in (16, 64))
+    slots, sizes = state_sizes(few, MIB, pool_sizes(few, MIB, SmallMemory()), MIB, SmallMemory())
+    assert (slots.device, sizes.device) == (20, 64) and slots.host + sizes.host <= 100 - 64 - 20
+    with pytest.raises(ValueError, match=r"74 recurrent states of 1.0 MiB and the KV pool take 0.1 GiB.*lower max_num_seqs=64"):
+        state_sizes(many, MIB, pool_sizes(many, MIB, SmallMemory()), MIB, SmallMemory())
+
+
 NATIVE = ["qwen3_5_text", "falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "olmo_hybrid"))]
 """mixers, products and attention by our kernels"""
 needs_kernels = pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
@@ -224,6 +244,41 @@ def test_gradients_of_an_exact_model_are_those_of_the_plain_one(name: str) -> No
     """In fp32, of rows of different lengths; each parameter has one."""
     rows = [(prompt(30, 1), prompt(12, 2)), (prompt(11, 3), prompt(20, 4))]
     assert_same_gradients(*(gradients(build(name), exact, rows) for exact in (False, True)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+def test_an_exact_trainer_with_a_cache_is_refused(name: str) -> None:
+    """transformers asks for the last state unless use_cache=False."""
+    made = build(name)
+    use = use_exact(made, block_size=8)
+    with pytest.raises(ValueError, match="call the model with use_cache=False"):
+        made(input_ids=torch.arange(24, 44)[None])
+    use.remove()
+
+
+@needs_kernels
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_exact_trainer_with_adapters_of_peft_has_the_same_bits(task: str | None) -> None:
+    """Also in a packed row. A PeftModel without a task calls the model that it adapts directly."""
+    peft = pytest.importorskip("peft")
+    base = build("qwen3_5_text")
+    adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules="all-linear", task_type=task))
+    rows = [torch.from_numpy(prompt(n, n).astype(np.int64)) for n in (30, 17)]
+    packed, positions = torch.cat(rows)[None], torch.cat([torch.arange(len(row)) for row in rows])[None]
+    use_exact(base, block_size=8)
+    use_exact(adapted, block_size=8)
+    with torch.no_grad():
+        want = torch.cat([base(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        got = adapted(input_ids=packed, position_ids=positions, use_cache=False).logits[0]
+    assert torch.equal(got, want)
+
+
+@needs_kernels
+def test_recurrent_layers_use_kernels_beside_kv_in_fp8() -> None:
+    """The kernel of attention reads no fp8; those of recurrent layers read no KV."""
+    engine = engine_of("qwen3_5_text", kv_dtype="fp8_e4m3", block_size=32)
+    assert "/batch" not in engine.arithmetic and "fp8" in engine.arithmetic
 
 
 def test_without_kernels_the_name_says_that_bits_depend_on_cuts() -> None:

@@ -11,14 +11,16 @@ from multiprocessing import get_context
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollout.engine.kv import prefix
-from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks
+from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks, SlotCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling import block_tables, conversation, rows, states
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
+from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.queue import RunningTable
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import GroupState, Sequence
@@ -70,6 +72,39 @@ def test_random_schedules_of_recurrent_state() -> None:
     """60 schedules each: a row begins with the state of exactly the tokens before it, whatever was moved, lost or shared."""
     over_seeds(partial(random_schedule, recurrent=True), 0, 60)
     over_seeds(partial(conversations, recurrent=True), 0, 60)
+
+
+@pytest.mark.parametrize("length", [16, 17, 18])
+def test_equal_prompts_continue_from_one_snapshot(length: int) -> None:
+    """Whether they end with a block, a token behind one or elsewhere. The first two compute the prompt one after the other, the
+    others begin behind its last junction together."""
+    h = Harness(400, 0, slots=SlotCounts(40, 0), block_size=4, max_num_seqs=16, max_batch_tokens=256)
+    for number in range(8):
+        assert h.submit(f"g{number}", [*range(1, length + 1)], max_tokens=1, seed=number)
+    steps = 0
+    while h.scheduler.state.groups:
+        h.step()
+        steps += 1
+    assert steps == 3 and h.scheduler.state.counters.prefix_hit_tokens == 6 * ((length - 1) // 4 * 4)
+
+
+def test_the_snapshot_of_a_sequence_that_failed_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second prompt leaves a snapshot behind, and then has no finite logits."""
+    h = Harness(400, 0, slots=SlotCounts(40, 0), block_size=4, max_num_seqs=16, max_batch_tokens=256)
+    compute, found = h.compute, []
+
+    def not_finite(plan: Plan) -> SampledTokens:
+        sampled = compute(plan)
+        return sampled._replace(finite=np.zeros(len(sampled.tokens), bool))
+
+    for number, each in enumerate((compute, not_finite, compute, compute)):
+        monkeypatch.setattr(h, "compute", each)
+        assert h.submit(f"g{number}", [*range(1, 19)], max_tokens=1, seed=number)
+        while h.scheduler.state.groups:
+            h.step()
+            h.check()
+        found.append(h.scheduler.state.counters.prefix_hit_tokens)
+    assert h.got["g1", 0].finish_reason == "error" and found == [0, 0, 0, 16]
 
 
 def test_tight_pools_finish() -> None:
