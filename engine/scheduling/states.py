@@ -135,12 +135,12 @@ class StateSlots:
     # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def slots_of(self, sequences: Sequences[Sequence]) -> tuple[list[int], list[int]]:
         """Return the slots that the next rows of running sequences read, -1 for zeros, and those that they write."""
-        reads, writes = [], []
+        reads, writes = list[int](), list[int]()
         for seq in sequences:
             source = seq.state_in or (seq.state_out if seq.cached else None)
             assert seq.state_out is not None and seq.state_out.device is not None
             assert source is None or source.device is not None, "a running sequence whose state is not on the device"
-            reads.append(-1 if source is None else source.device)
+            reads.append(-1 if source is None or source.device is None else source.device)
             writes.append(seq.state_out.device)
         return reads, writes
 
