@@ -26,8 +26,8 @@ from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
-from rollout.engine.cpu.select_path import decide
-from rollout.engine.cuda.attention import TritonAttention, TritonUnavailable
+from rollout.engine.cpu.select_path import BATCH, decide
+from rollout.engine.cuda.attention import TritonAttention, TritonByShape, TritonUnavailable, triton_attention
 from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.exact import ARITHMETIC, make_exact
 from rollout.engine.cuda.fused import FusedDecoder, NotFused
@@ -147,7 +147,7 @@ class CpuDevice:
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "triton":  # in Triton's interpreter
-            return TritonAttention(self.memory.device, capacity)
+            return triton_attention(self.memory.device, capacity)
         if self._without_native:
             raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the slow torch reference')
         return NativeAttention(self._threads, self.isa)
@@ -161,6 +161,8 @@ class CpuDevice:
         except Exception as error:
             raise UnsupportedModel(f"{model.name}: a step of the model failed: {in_one_line(error)}") from error
         model.run_by(computes.decoder)
+        if model.states is not None and model.recurrence.kernels is None:
+            computes = scanned_in_chunks(computes)
         return computes
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
@@ -174,6 +176,12 @@ class CpuDevice:
 
     def seconds(self, began: Any, ended: Any) -> float:
         return float(ended - began)
+
+
+def scanned_in_chunks(computes: ExecutionPath) -> ExecutionPath:
+    """Return the path of a recurrent model without kernels: torch scans a row in chunks, so bits depend on where it is cut."""
+    named = computes.arithmetic if BATCH in computes.arithmetic else computes.arithmetic + BATCH
+    return computes._replace(arithmetic=named, why=computes.why or "torch scans in chunks", batch_invariant=False)
 
 
 class CudaDevice:
@@ -204,7 +212,7 @@ class CudaDevice:
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "native":
             raise ValueError(f'attention="native" runs on the CPU only, not on {self.memory.device}: use "auto"')
-        return TritonAttention(self.memory.device, capacity)
+        return triton_attention(self.memory.device, capacity)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         if config.exact:
@@ -213,7 +221,7 @@ class CudaDevice:
         return fuse(model, backend) if config.advanced.fused_layers else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        if not (config.cuda_graphs and isinstance(backend, TritonAttention)) or states_of(model) is not None:
+        if not isinstance(backend, TritonAttention | TritonByShape) or not config.cuda_graphs or states_of(model) is not None:
             return None
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.engine.forward.batch import Batch
     from rollout.engine.kv.pages import PagedKV
 
-MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 256, 512, 64 * 256
+MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 512, 512, 64 * 256
 LANES = 16
 """block sizes and head dimensions that are multiples of this are packed in the pool"""
 PLAN_ERRORS = {
@@ -42,8 +42,9 @@ class _Step(ctypes.Structure):
         ("data", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("blocks", "layers", "kv_heads", "block_size", "dim", "value_dim", "q_heads", "bf16")
+            for name in ("blocks", "block_bytes", "kv_heads", "block_size", "dim", "value_dim", "q_heads", "bf16")
         ),
+        ("layer_at", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "table_row", "threads", "share", "pairs")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table", "slots", "chunks")),
         ("num_chunks", ctypes.c_int64),
@@ -54,15 +55,16 @@ class _Step(ctypes.Structure):
 
 
 class NativeStep:
-    """Index arrays of one step in the layout of the kernel, for all layers. Immutable."""
+    """Index arrays of one step in the layout of the kernel, for all layers of one shape. Immutable."""
 
-    def __init__(self, struct: _Step, keep: tuple[object, ...]) -> None:
+    def __init__(self, struct: _Step, at: np.ndarray, keep: tuple[object, ...]) -> None:
         self.pointer = ctypes.byref(struct)
         self.tokens: int = struct.tokens
         self.q_heads: int = struct.q_heads
         self.shape = (struct.kv_heads, struct.dim)
         self.value_dim: int = struct.value_dim
-        self.layers: int = struct.layers
+        self.at = at
+        """[layers] int64: bytes from the beginning of a block to the layer; -1: it has another shape"""
         self.dtype = torch.bfloat16 if struct.bf16 else torch.float32
         self._keep = keep
 
@@ -129,22 +131,25 @@ class NativeAttention:
         q_heads: int,
         shared: np.ndarray | None = None,
         widths: Widths | None = None,
+        at: np.ndarray | None = None,
     ) -> NativeStep:
         """Check and keep the arrays of one step. Raises ValueError naming the argument that does not fit.
 
         Args:
             data: [blocks, layers, 2, kv_heads, block_size, head_dim] bf16 or fp32, contiguous, on the CPU; with `widths`
-                [blocks, layers, kv_heads · block_size · (head_dim + value_dim)].
+                [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]; with `at` [blocks, numbers].
             query_starts: [R + 1].
             context_lens: [R], tokens visible to the last query of a row.
             block_table: [R, M].
             slots: [T], block · block_size + offset.
             shared: [G, 3] (first row, rows, leading blocks that they share), ordered by row; None = read nothing for several
                 rows at once. Beyond these blocks, further shared blocks are found in block_table, so prefixes nest.
-            widths: needed if values are not as wide as keys.
+            widths: needed if values are not as wide as keys, and with `at`.
+            at: [layers] int64: bytes from the beginning of a block to each layer, -1 for layers of other shapes.
         """
-        kv_heads, block_size, dim, value_dim = _check_pool(data, q_heads, widths)
-        blocks, layers = data.shape[:2]
+        kv_heads, block_size, dim, value_dim = _check_pool(data, q_heads, widths, at)
+        itemsize = data.element_size()
+        begins = np.ascontiguousarray(np.arange(data.shape[1]) * (data.stride(1) * itemsize) if at is None else at, np.int64)
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
         places = np.ascontiguousarray(slots, np.int64)
         groups = np.ascontiguousarray(np.empty((0, 3)) if shared is None else shared, np.int32)
@@ -158,8 +163,9 @@ class NativeAttention:
         chunks = np.empty((max(1, len(places)), 4), np.int32)
         threads = self.threads or torch.get_num_threads()
         struct = _Step(
-            data=data.data_ptr(), blocks=blocks, layers=layers, kv_heads=kv_heads, block_size=block_size, dim=dim,
-            value_dim=value_dim, q_heads=q_heads, bf16=data.dtype == torch.bfloat16, rows=len(lens), tokens=len(places),
+            data=data.data_ptr(), blocks=len(data), block_bytes=data.stride(0) * itemsize, kv_heads=kv_heads,
+            block_size=block_size, dim=dim, value_dim=value_dim, q_heads=q_heads, bf16=data.dtype == torch.bfloat16,
+            layer_at=begins.ctypes.data, rows=len(lens), tokens=len(places),
             table_row=table.shape[1], threads=threads, share=shared is not None, pairs=self.pairs,
             query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
             chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
@@ -167,7 +173,7 @@ class NativeAttention:
         error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
         if error:
             raise ValueError(PLAN_ERRORS[error])
-        return NativeStep(struct, (struct, data, starts, lens, table, places, chunks))
+        return NativeStep(struct, begins, (struct, data, starts, lens, table, places, chunks))
 
     def run(
         self,
@@ -199,8 +205,10 @@ class NativeAttention:
             raise ValueError(
                 f"query {tuple(query.shape)} {query.dtype}: need [{tokens}, {step.q_heads}, {step.shape[1]}] {dtype}"
             )
-        if not 0 <= layer < step.layers or scores.window < 0:
-            raise ValueError(f"layer={layer} of {step.layers}, window={scores.window}: outside the pool or negative")
+        if not 0 <= layer < len(step.at) or step.at[layer] < 0 or scores.window < 0:
+            raise ValueError(
+                f"layer={layer} of {len(step.at)}, window={scores.window}: outside the pool, of another shape, or negative"
+            )
         kv, made = _fresh(step, key, value), (*query.shape[:2], step.value_dim)
         if out is None:
             out = torch.empty(made, dtype=dtype)
@@ -220,22 +228,22 @@ class NativeAttention:
         )  # fmt: skip
         return out
 
-    def prepare(self, batch: Batch, kv: PagedKV) -> dict[int, NativeStep]:
-        """Return an empty cache: a step is built at first use, per number of query heads, since layers may differ."""
+    def prepare(self, batch: Batch, kv: PagedKV) -> dict[tuple[int, ...], NativeStep]:
+        """Return an empty cache: a step is built at first use, per shape of q, k and v, since layers may differ."""
         return {}
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
         scores: Scores,
     ) -> torch.Tensor:
         """Implement `Backend.attend`. Reads prefixes once only if `batch.shared` names them."""
-        return self.run(self._step_of(batch, kv, query.shape[1]), layer, query, key, value, scores)
+        return self.run(self._step_of(batch, kv, layer, query.shape[1]), layer, query, key, value, scores)
 
     def layer_calls(
         self,
@@ -250,8 +258,9 @@ class NativeAttention:
         """Prepare `attend` for all layers, with the scores of each in `asked`, without soft caps and sinks. query and out [T,
         q_heads, D], key and value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer.
         They, the batch and the pool must outlive the calls, which run once."""
-        step = self._step_of(batch, kv, query.shape[1])
-        assert len(asked) == step.layers and query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
+        step = self._step_of(batch, kv, 0, query.shape[1])
+        assert len(asked) == len(step.at) and (step.at >= 0).all()
+        assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
         assert key.shape == value.shape == (step.tokens, *step.shape) and step.value_dim == step.shape[1]
         assert not any(each.softcap or each.sinks is not None for each in asked)
         assert all(x.dtype == step.dtype and x.is_contiguous() for x in (query, key, value, out))
@@ -262,20 +271,27 @@ class NativeAttention:
         self._calls(calls, step.pointer, len(asked), scaling, window, *tensors)
         return LayerCalls(self._within, calls, self._call_bytes)
 
-    def _step_of(self, batch: Batch, kv: PagedKV, q_heads: int) -> NativeStep:
-        step: NativeStep | None = batch.attention.get(q_heads)
+    def _step_of(self, batch: Batch, kv: PagedKV, layer: int, q_heads: int) -> NativeStep:
+        even = kv.data.dim() == 6
+        shape = (kv.data.shape[3], kv.data.shape[5]) if even else kv.geometry.shapes[layer]
+        step: NativeStep | None = batch.attention.get((q_heads, *shape))
         if step is None:
             shared = batch.shared if len(batch.shared) else None
-            widths = None
-            if kv.data.dim() != 6:
-                widths = Widths(kv.geometry.kv_heads, kv.block_size, kv.geometry.head_dim, kv.geometry.value_dim)
+            widths = None if even else Widths(shape[0], kv.block_size, *shape[1:])
+            at = layers_at(kv, shape) if kv.data.dim() == 2 else None
             arrays = batch.query_starts, batch.context_lens, batch.block_table, batch.slots
-            step = self.step(kv.data, *arrays, q_heads, shared, widths)
-            batch.attention[q_heads] = step
+            step = self.step(kv.data, *arrays, q_heads, shared, widths, at)
+            batch.attention[q_heads, *shape] = step
         return step
 
 
-def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None) -> Widths:
+def layers_at(kv: PagedKV, shape: tuple[int, ...]) -> np.ndarray:
+    """Return where each layer of this (kv_heads, head_dim, value_dim) begins in a block, in bytes; -1 for the others."""
+    itemsize = kv.data.element_size()
+    return np.array([kv.starts[i] * itemsize if each == shape else -1 for i, each in enumerate(kv.geometry.shapes)], np.int64)
+
+
+def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None, at: np.ndarray | None) -> Widths:
     """Return the sizes of the pool. Raises ValueError if the kernel does not support it, or query heads over it."""
     shape: tuple[int, ...]
     if widths is None:
@@ -284,8 +300,8 @@ def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None) -> Widt
     else:
         kv_heads, block_size, dim, value_dim = widths
         shape = (kv_heads * block_size * (dim + value_dim),)
-    on_cpu = data.device.type == "cpu" and data.is_contiguous()
-    if data.dtype not in (torch.bfloat16, torch.float32) or not on_cpu or data.shape[2:] != shape:
+    on_cpu, fits = data.device.type == "cpu" and data.is_contiguous(), at is not None or data.shape[2:] == shape
+    if data.dtype not in (torch.bfloat16, torch.float32) or not on_cpu or not fits:
         raise ValueError(
             f"KV pool: need contiguous bf16 or fp32 [N, L, {', '.join(map(str, shape))}] on the CPU, got {data.dtype} "
             f"{data.shape}"

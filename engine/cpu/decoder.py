@@ -162,7 +162,16 @@ class EchoAttention:
 
     name = "echo"
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    def __init__(self) -> None:
+        self._stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """K and V of each layer, for those that share them"""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, *_: Any
+    ) -> torch.Tensor:
+        if key is None or value is None:
+            key, value = self._stored[layer]
+        self._stored[layer] = key, value
         group, width = query.shape[1] // key.shape[1], value.shape[2]
         scores = query * 0.5 + key.repeat_interleave(group, 1) * 0.25
         return nn.functional.pad(scores, (0, max(0, width - scores.shape[2])))[..., :width] + value.repeat_interleave(group, 1)

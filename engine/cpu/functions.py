@@ -14,16 +14,19 @@ The functions themselves and their backward are torch's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from math import lcm
-from typing import Any
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+P = ParamSpec("P")
+R = TypeVar("R")
 VECTOR = 64
 """most elements that torch processes at a time: two vectors of 32 bf16 numbers"""
 GRAIN = 32768
@@ -88,8 +91,8 @@ def in_whole_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     def laid(each: Any) -> Any:
         if not isinstance(each, torch.Tensor) or not each.ndim:
             return each
-        flat = each.expand(shape).reshape(-1)
-        return flat if padded == size else torch.cat([flat, flat.new_ones(padded - size)])
+        flat = each.reshape(-1) if each.shape == shape else each.expand(shape).reshape(-1)
+        return flat if padded == size else torch.constant_pad_nd(flat, (0, padded - size), 1)
 
     there = [laid(each) for each in args]
     result = func(*there, **{name: laid(each) for name, each in kwargs.items()})
@@ -99,8 +102,24 @@ def in_whole_vectors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return made
 
 
+class _Active(threading.local):
+    whole_vectors = False
+
+
+_active = _Active()
+"""of each thread"""
+
+
 class WholeVectors(TorchFunctionMode):
     """While active, element-wise functions give the bits of their vector code."""
+
+    def __enter__(self) -> Self:
+        self.outer, _active.whole_vectors = _active.whole_vectors, True
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        _active.whole_vectors = self.outer
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (rule := FUNCTIONS.get(func)) and rule(args, kwargs := kwargs or {}):
@@ -122,6 +141,18 @@ class Callers(TorchFunctionMode):
         if self.inside and (rule := FUNCTIONS.get(func)) and rule(args, kwargs):
             self.found[id(self.inside[-1])] = self.inside[-1]
         return func(*args, **kwargs)
+
+
+def plain_calls(kernel: Callable[P, R]) -> Callable[P, R]:
+    """Make a mode such as `WholeVectors` skip what a wrapper of our kernels does with tensors: each size, dtype or address that
+    it looks up would cost a call of the mode. The kernel itself must depend on no mode."""
+
+    @wraps(kernel)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -152,6 +183,8 @@ def _in_whole_vectors(plain: Any) -> type[nn.Module]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(plain.__call__)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _active.whole_vectors:  # a second mode would see every call again
+            return plain.__call__(self, *args, **kwargs)
         with WholeVectors():
             return plain.__call__(self, *args, **kwargs)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rollout.engine.cpu.build import NativeUnavailable, build, check_layout, load
+from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import ISAS, isa_of
 from rollout.engine.cpu.openmp import symbols
 from rollout.engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
@@ -190,6 +191,7 @@ class Kernels:
             setattr(work, name, values.ctypes.data)
         return arrays
 
+    @plain_calls
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, of any sizes
         ≥ 1.
@@ -216,6 +218,7 @@ class Kernels:
         )  # fmt: skip
         return out
 
+    @plain_calls
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """Return x · sigmoid(x), bf16 or fp32, on the CPU, of any shape, as in the native decoder: the bits of an element
         depend on it alone. Torch computes the last elements of each thread's share with another exp. Raises ValueError for

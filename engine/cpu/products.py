@@ -1,15 +1,9 @@
-"""Products y = x · wᵀ + b of nn.Linear layers, in which a row's result does not depend on the other rows; for engines and
-trainers.
+"""Products y = x · wᵀ + b in which a row's result does not depend on the other rows; for engines and trainers.
 
 torch's own products choose the order of their sums by the number of rows: below a few rows on every CPU, and at any number of
 rows on CPUs with AMX. These products give a row the same bits alone, in a batch and padded. `arithmetic` names these bits: with
-the same name, weights and tokens, service and trainer get the same numbers.
-
-    use_products(module, isa)    every nn.Linear uses these products; parameters, names and state_dict stay unchanged
-    plain_products(module)       undoes it
-
-Only the forward is ours. The backward is torch's: grad · w, gradᵀ · x (both by `rollout.engine.cpu.backward`, which avoids
-torch's bf16 if it is slow), and the sum of grad."""
+the same name, weights and tokens, service and trainer get the same numbers. `rollout.engine.cpu.exact_modules` installs them in
+a model."""
 
 from __future__ import annotations
 
@@ -18,18 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from rollout.engine.cpu.backward import product
 from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.functions import in_whole_vectors, plain_functions
+from rollout.engine.cpu.functions import in_whole_vectors
 from rollout.engine.cpu.isa import here, isa_of
 from rollout.engine.cpu.kernels import Kernels, choose
 from rollout.engine.forward.arithmetic import torch_arithmetic
 
 DTYPES = (torch.bfloat16, torch.float32)
-SILU = ("SiLU", "SiLUActivation")
-"""activation classes that the decoders support"""
 
 
 class Products(Protocol):
@@ -42,10 +32,6 @@ class Products(Protocol):
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """Return x · sigmoid(x), of any shape, in one of `DTYPES`."""
-
-
-class NotServed(ValueError):
-    """A product of this module cannot be replaced by ours; the message names the first one."""
 
 
 class Pieces(NamedTuple):
@@ -168,125 +154,6 @@ def isas_for(arithmetic: str | None) -> tuple[str, str]:
                 "the service with an isa whose arithmetic both machines have, or train on a machine like the service's"
             )
     return of_products[first], of_attention[second or first]
-
-
-class ExactLinear(nn.Linear):
-    """An nn.Linear whose class `use_products` replaced."""
-
-    isa: str
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device."""
-        if torch.is_autocast_enabled(input.device.type):
-            raise ValueError("autocast would convert the weights to another dtype: call the exact model without it")
-        if input.dtype != self.weight.dtype or input.device.type != "cpu":
-            raise ValueError(
-                f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: must have "
-                "the weight's dtype, on the CPU"
-            )
-        out: torch.Tensor = _Product.apply(input, self.weight, self.bias, products_of(self.isa))  # type: ignore[no-untyped-call]
-        return out
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, isa={self.isa}"
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return out.view(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_x = product(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
-        of_weight = product(rows.T, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
-
-
-class ExactSiLU(nn.Module):
-    """An activation whose class `use_products` replaced. torch's own SiLU computes the last elements of each thread's share
-    with another exp, so they depend on the batch and on the number of threads."""
-
-    isa: str
-    plain: type[nn.Module]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Silu.apply(input, products_of(self.isa))  # type: ignore[no-untyped-call]
-        return out
-
-
-class _Silu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, products: Products) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return products.silu(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors), None
-
-
-def use_products(module: nn.Module, isa: str) -> None:
-    """Make every nn.Linear and SiLU of `module` compute with `products_of(isa)`, in place.
-
-    Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
-    matrices that belong neither to a Linear nor to an embedding (experts); NativeUnavailable. The module is unchanged
-    then."""
-    products_of(isa)
-    linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
-    for name, each in module.named_modules():
-        for parameter, tensor in each.named_parameters(recurse=False):
-            if tensor.squeeze().ndim > 1 and not isinstance(each, (nn.Linear, nn.Embedding)) and not is_depthwise(each):
-                raise NotServed(
-                    f"{name}.{parameter} is a matrix of a {type(each).__name__}, not of an nn.Linear: its product would stay "
-                    "torch's own"
-                )
-    for linear in linears:
-        linear.__class__, linear.isa = ExactLinear, isa
-    activation: Any
-    for activation in module.modules():
-        if type(activation).__name__ in SILU:
-            activation.plain, activation.isa = type(activation), isa
-            activation.__class__ = ExactSiLU
-        elif type(activation) is ExactSiLU:
-            activation.isa = isa
-
-
-def is_depthwise(module: nn.Module) -> bool:
-    """Return whether a module is a convolution of each channel by itself, which is no matrix product."""
-    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
-
-
-def plain_products(module: nn.Module) -> None:
-    """Undo `use_products` and `rollout.engine.cpu.functions.use_whole_vectors`."""
-    modules: list[Any] = list(module.modules())
-    for each in modules:
-        kind = type(each)
-        if kind is ExactLinear:
-            each.__class__ = nn.Linear
-            del each.isa
-        elif kind is ExactSiLU:
-            each.__class__ = each.plain
-            del each.plain, each.isa
-    plain_functions(module)
-
-
-def _served(name: str, linear: nn.Linear) -> Any:
-    if type(linear) not in (nn.Linear, ExactLinear) or type(linear.weight) is not nn.Parameter:
-        kind = type(linear).__name__ if type(linear.weight) is nn.Parameter else type(linear.weight).__name__
-        raise NotServed(f"{name} is a {kind}: need a plain nn.Linear, neither quantised nor parametrised")
-    for tensor in linear.parameters():
-        if tensor.device.type != "cpu" or tensor.dtype not in DTYPES:
-            raise NotServed(f"{name} is in {tensor.dtype} on {tensor.device}: need bfloat16 or float32 on the CPU")
-    return linear
 
 
 def _padded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:

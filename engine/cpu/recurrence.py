@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollout.engine.cpu.build import build, check_layout, load
+from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import best, isa_of
 from rollout.engine.cpu.kernels import Team
 from rollout.engine.cpu.openmp import symbols
@@ -91,6 +92,7 @@ class RecurrenceKernels:
             function.restype = c_int64
         self._openmp = symbols("GOMP_parallel", "omp_get_num_threads")
 
+    @plain_calls
     def convolve(
         self,
         x: torch.Tensor,
@@ -130,6 +132,7 @@ class RecurrenceKernels:
         )  # fmt: skip
         return self._run(self.library.rollout_convolve, work, rows, out)
 
+    @plain_calls
     def delta_rule(
         self,
         query: torch.Tensor,
@@ -179,6 +182,7 @@ class RecurrenceKernels:
         )  # fmt: skip
         return self._run(self.library.rollout_delta, work, rows, out)
 
+    @plain_calls
     def mamba2(
         self,
         hidden: torch.Tensor,

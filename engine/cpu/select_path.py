@@ -20,16 +20,9 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder, NotNative
+from rollout.engine.cpu.exact_modules import NotServed, plain_products, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
-from rollout.engine.cpu.products import (
-    NativeProducts,
-    NotServed,
-    Products,
-    plain_products,
-    products_of,
-    sensitive,
-    use_products,
-)
+from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import ExecutionPath, NativeLayers

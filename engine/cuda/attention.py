@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,16 +144,18 @@ class TritonAttention:
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
         scores: Scores,
     ) -> torch.Tensor:
+        if key is None or value is None:
+            return self.attend_stored(layer, query, batch, kv, scores)
         (padded, heads, dim), data, width = key.shape, kv.data, value.shape[2]
         assert key.stride(2) == value.stride(2) == 1
         self._kernels.store[(padded,)](
-            key, value, data, scales_as(data, torch.int16), batch.attention.slots, layer * data.stride(1), data.stride(0),
+            key, value, data, scales_as(data, torch.int16), batch.attention.slots, begin_of(layer, kv), data.stride(0),
             *key.stride()[:2], *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim,
             DIM_PAD=power_of_two(max(dim, width, 16)), VALUE=width, BLOCK=kv.block_size, FP8=is_fp8(data),
         )  # fmt: skip
@@ -169,7 +172,7 @@ class TritonAttention:
         (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
         assert query.stride(2) == 1
         group, block, data, width = q_heads // heads, kv.block_size, kv.data, self.capacity.value_dim
-        layer_at, stride = layer * data.stride(1), data.stride(0)
+        layer_at, stride = begin_of(layer, kv), data.stride(0)
         values = {
             "HEADS": heads, "VALUE": width, "VALUE_PAD": power_of_two(max(width, 16)), "SINKS": scores.sinks is not None,
         }  # fmt: skip
@@ -197,6 +200,63 @@ class TritonAttention:
                 GROUP=group, GROUP_PAD=power_of_two(group), **values, **chunks, **EXACT,
             )  # fmt: skip
         return out
+
+
+class PreparedKinds(NamedTuple):
+    """`Prepared` of each kind of layer."""
+
+    of: dict[tuple[int, int, int, int], Prepared]
+    launched: tuple[bool, bool, bool]
+    """kernels that any of them launches"""
+
+
+class TritonByShape:
+    """`TritonAttention` for layers of different shapes: one of each kind, with arrays of its own."""
+
+    name, arithmetic = TritonAttention.name, TritonAttention.arithmetic
+
+    def __init__(self, device: torch.device, capacity: StepCapacity, programs: int | None = None) -> None:
+        """Raise TritonUnavailable."""
+        self.capacity = capacity
+        self._kinds = {
+            (each.q_heads, each.kv_heads, each.head_dim, each.value_dim): TritonAttention(device, each, programs)
+            for each in capacity.each()
+        }
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{q} over {kv} heads of {dim}" for q, kv, dim, _ in self._kinds)
+        return f"{next(iter(self._kinds.values()))}, {kinds}"
+
+    def prepare(self, batch: Batch, kv: PagedKV) -> PreparedKinds:
+        """Prepare the step for each kind of layer."""
+        of = {kind: each.prepare(batch, kv) for kind, each in self._kinds.items()}
+        small, large, merges = (any(each) for each in zip(*(each.launched for each in of.values()), strict=True))
+        return PreparedKinds(of, (small, large, merges))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        batch: Batch,
+        kv: PagedKV,
+        scores: Scores,
+    ) -> torch.Tensor:
+        kind = (query.shape[1], *kv.geometry.shapes[layer])
+        prepared: PreparedKinds = batch.attention
+        own = replace(batch, attention=prepared.of[kind]._replace(launched=prepared.launched))
+        return self._kinds[kind].attend(layer, query, key, value, own, kv, scores)
+
+
+def triton_attention(device: torch.device, capacity: StepCapacity) -> TritonAttention | TritonByShape:
+    """Return the backend for a capacity. Raises TritonUnavailable."""
+    return TritonByShape(device, capacity) if capacity.different else TritonAttention(device, capacity)
+
+
+def begin_of(layer: int, kv: PagedKV) -> int:
+    """Return where a layer begins in a block, in elements of the pool."""
+    return kv.starts[layer] if kv.data.dim() == 2 else layer * kv.data.stride(1)
 
 
 def _import(device: torch.device) -> Any:

@@ -64,7 +64,7 @@ def tile_rows(group: int, dim: int, itemsize: int, capability: int) -> tuple[int
     cores need at least 16 rows, those of Hopper and data-center Blackwell 64. Wider heads, and fp32 products, which do not use
     tensor cores, leave registers for fewer rows."""
     least = 1 << (group - 1).bit_length()
-    large = 16 if itemsize == 4 else 64 if capability in (90, 100, 103) and dim <= 128 else 32
+    large = 16 if itemsize == 4 or dim > 256 else 64 if capability in (90, 100, 103) and dim <= 128 else 32
     return max(16, least), max(large, least)
 
 
@@ -104,7 +104,7 @@ numbers of a step fill the registers: with more keys, or copies in flight, thous
 
 
 def _launch(rows: int, keys: int, stages: int, width: int, itemsize: int, limits: LaunchLimits) -> Launch:
-    warps = 4 if rows == 16 else 8
+    warps = 4 if rows == 16 and width <= 256 else 8
     asynchronous = (
         limits.capability == 90 and rows >= 64 and itemsize == 2
     )  # Hopper's asynchronous products keep one copy longer

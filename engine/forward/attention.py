@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,11 +37,15 @@ class StepCapacity:
     q_heads: int
     """0: layers differ"""
     kv_heads: int
+    """0: layers differ"""
     head_dim: int
+    """0: layers differ"""
     itemsize: int
     """bytes of a number of K and V"""
     other_value_dim: int | None = None
     """width of V; None: the same as of K"""
+    different: tuple[tuple[int, int, int, int], ...] = ()
+    """(q_heads, kv_heads, head_dim, value_dim) of each kind of layer, if they differ"""
 
     @property
     def value_dim(self) -> int:
@@ -59,15 +63,26 @@ class StepCapacity:
     @staticmethod
     def of(config: EngineConfig, model: Any) -> StepCapacity:
         """Return the capacity for a configuration and a model (`rollout.engine.forward.model.ModelLike`)."""
+        kinds = tuple(dict.fromkeys(model.heads))
+        even = len(kinds) == 1
         return StepCapacity(
             tokens=max(config.most_tokens, 16),  # smaller batches are padded
             rows=max(config.most_seqs, 16),
             columns=-(-model.context // config.block_size),
-            q_heads=model.q_heads,
-            kv_heads=model.geometry.kv_heads,
-            head_dim=model.geometry.head_dim,
+            q_heads=kinds[0][0] if even else 0,
+            kv_heads=kinds[0][1] if even else 0,
+            head_dim=kinds[0][2] if even else 0,
             itemsize=model.geometry.dtype.itemsize,
-            other_value_dim=model.geometry.other_value_dim,
+            other_value_dim=kinds[0][3] if even and kinds[0][3] != kinds[0][2] else None,
+            different=() if even else kinds,
+        )
+
+    def each(self) -> tuple[StepCapacity, ...]:
+        """Return the capacity for each kind of layer."""
+        kinds = self.different or ((self.q_heads, self.kv_heads, self.head_dim, self.value_dim),)
+        return tuple(
+            replace(self, q_heads=q, kv_heads=kv, head_dim=k, other_value_dim=None if v == k else v, different=())
+            for q, kv, k, v in kinds
         )
 
 
@@ -110,8 +125,8 @@ class Backend(Protocol):
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
         scores: Scores,
@@ -119,27 +134,37 @@ class Backend(Protocol):
         """Write the step's K and V into `kv`, then attend.
 
         Args:
+            layer: of those that store KV, counted from 0.
             query: [P, q_heads, head_dim], P = padded tokens, any strides.
-            key: [P, kv_heads, head_dim].
-            value: [P, kv_heads, value_dim].
+            key: [P, kv_heads, head_dim]; None: K and V are in the pool, since another layer stored the same ones in this step.
+            value: [P, kv_heads, value_dim]; None with `key`.
 
         Returns:
             [P, q_heads, value_dim], zero for padding.
         """
 
 
+class KVPlace(NamedTuple):
+    """Where the KV of a decoder layer is stored."""
+
+    layer: int
+    """of those that store KV, counted from 0"""
+    stores: bool
+    """False: an earlier decoder layer has the same K and V, and stores them"""
+
+
 class AttentionCall:
     """Arguments for every layer of one forward. Not a tuple: torch.compile would trace its elements and recompile at every
     step."""
 
-    __slots__ = ("backend", "batch", "kv", "kv_layers")
+    __slots__ = ("backend", "batch", "kv", "places")
 
-    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, kv_layers: Mapping[int, int]) -> None:
-        """kv_layers: which layer of the KV pool each decoder layer with attention has."""
+    def __init__(self, backend: Backend, batch: Batch, kv: PagedKV, places: Mapping[int, KVPlace]) -> None:
+        """places: of each decoder layer with attention."""
         self.backend = backend
         self.batch = batch
         self.kv = kv
-        self.kv_layers = kv_layers
+        self.places = places
 
 
 class AttentionProbe:
@@ -149,6 +174,13 @@ class AttentionProbe:
     def __init__(self) -> None:
         self.layers: dict[int, dict[str, Any]] = {}
         self.calls: Counter[int] = Counter()
+        self._stored: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """layer, K and V of each call; kept, so that a tensor's identity is not used again"""
+
+    def stored_by(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int:
+        """Return the first layer that had the same two tensors, which may be this one."""
+        self._stored.append((layer, key, value))
+        return next(first for first, k, v in self._stored if k is key and v is value)
 
 
 def paged_attention(
@@ -182,6 +214,7 @@ def paged_attention(
             "head_dim": key.shape[3],
             "value_dim": value.shape[3],
             "value_heads": value.shape[1],
+            "stored_by": rollout.stored_by(layer, key, value),
             "query_dim": query.shape[3],
             "window": sliding_window or 0,
             "scaling": scaling,
@@ -192,9 +225,11 @@ def paged_attention(
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
         }
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    at, stores = rollout.places[layer]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    new_k, new_v = (k, v) if stores else (None, None)
     scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
-    out = rollout.backend.attend(rollout.kv_layers[layer], q, k, v, rollout.batch, rollout.kv, scores)
+    out = rollout.backend.attend(at, q, new_k, new_v, rollout.batch, rollout.kv, scores)
     return out[None], None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend
+from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.random_weights import load_module
 from rollout.engine.forward.recurrence import Recurrence
 from rollout.engine.forward.shapes import is_random
-from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.weights.offload import OffloadedModel
@@ -72,8 +72,8 @@ class ModelLike(Protocol):
     vocab_size: int
     context: int
     """tokens of the longest sequence"""
-    q_heads: int
-    """0: layers differ"""
+    heads: Sequence[tuple[int, int, int, int]]
+    """(q_heads, kv_heads, head_dim, value_dim) of each layer with attention"""
     device: torch.device
     geometry: KVGeometry
     eos_token_ids: frozenset[int]
@@ -213,21 +213,16 @@ class Model:
         self.device = module.device
         self.vocab_size, self.context = _sizes(module, config, name)
         asked, recurrence = _probe(self.module, config, name)
-        self.kv_layers = {layer: i for i, layer in enumerate(asked)}
-        """which layer of the KV pool each decoder layer with attention has"""
         self.asked = dict(enumerate(asked.values()))
-        """attention arguments of each layer of the KV pool"""
+        """attention arguments of each layer with attention, counted from 0"""
         self.recurrence = recurrence
         self.states = _geometry_of_states(recurrence, config, name)
         """shapes of the recurrent state of a sequence; None: it has none"""
-        heads = {layer["q_heads"] for layer in self.asked.values()}
-        self.q_heads: int = heads.pop() if len(heads) == 1 else 0
-        """0: layers differ"""
-        first = self.asked[0]
-        widths = first["head_dim"], first["value_dim"]
-        self.geometry = KVGeometry(
-            len(self.asked), first["kv_heads"], widths[0], module.dtype, widths[1] if widths[0] != widths[1] else None
-        )
+        self.geometry, self.places = geometry_of(asked, module.dtype)
+        """places: of the KV of each decoder layer with attention"""
+        self.heads: Sequence[tuple[int, int, int, int]] = [
+            (each["q_heads"], each["kv_heads"], each["head_dim"], each["value_dim"]) for each in asked.values()
+        ]
         self.eos_token_ids = _eos(module)
         self.decoder: NativeLayers | None = None
         """runs the layers; None: the module does"""
@@ -249,7 +244,7 @@ class Model:
             position_ids=batch.position_ids,
             use_cache=False,
             logits_to_keep=batch.logits_at,
-            rollout=AttentionCall(backend, batch, kv, self.kv_layers),
+            rollout=AttentionCall(backend, batch, kv, self.places),
         )
         logits: torch.Tensor = output.logits[0, : batch.num_logits]
         return logits
@@ -273,7 +268,7 @@ def _refuse_config(config: Any, name: str) -> None:
         refuse(f"layer type {kind!r}")
     if getattr(config, "is_encoder_decoder", False):
         refuse("an encoder-decoder")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that one is for images
         refuse("bidirectional attention")
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
@@ -326,21 +321,16 @@ def _refuse_layers(module: torch.nn.Module, probe: AttentionProbe, recurrence: R
         refuse(f"attention with {probe.calls[often[0]]} calls in layer {often[0]}, which would overwrite each other's KV,")
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     mixing = {layer for layer, kind in enumerate(types) if kind not in WITHOUT_TOKENS}
-    if left := sorted(mixing - set(probe.layers) - recurrence.layers):
+    found = set(probe.layers) | recurrence.layers
+    if left := sorted(mixing - found):
         at = mixer_of(module, left[0], config)
         refuse(
             f"mixing of tokens outside transformers' functions for it, in {len(left)} of {len(mixing)} layers, the first {at},"
         )
     if not probe.layers:
         refuse("a model of recurrent layers alone, without attention,")
-    if (found := set(probe.layers) | recurrence.layers) != mixing or not probe.layers:
-        both = f"attention in {len(probe.layers)} and recurrence in {len(recurrence.layers)}"
-        refuse(
-            f"{both} of {len(mixing)} layers that mix tokens"
-            if recurrence.layers
-            else f"attention in {len(found)} of {len(mixing)} layers"
-        )
-    first = probe.layers[min(probe.layers)]
+    if found != mixing:
+        refuse(f"attention or recurrence in {len(found)} layers, of which {len(mixing)} mix tokens,")
     for layer, asked in probe.layers.items():
         for feature in asked["other"]:
             refuse(f"attention feature {feature!r} of layer {layer}")
@@ -355,8 +345,15 @@ def _refuse_layers(module: torch.nn.Module, probe: AttentionProbe, recurrence: R
         if asked["q_heads"] % asked["kv_heads"] or asked["value_heads"] != asked["kv_heads"]:
             heads = asked["q_heads"], asked["kv_heads"], asked["value_heads"]
             refuse("{} query, {} key and {} value heads in a layer".format(*heads))
-        if any(asked[size] != first[size] for size in ("kv_heads", "head_dim", "value_dim")):
-            refuse("layers with KV of different shapes")
+
+
+def geometry_of(asked: dict[int, dict[str, Any]], dtype: torch.dtype) -> tuple[KVGeometry, dict[int, KVPlace]]:
+    """Return the geometry of the layers that store KV, and where the KV of each decoder layer is. A layer that was called with
+    the same two tensors as an earlier one in the probe stores none."""
+    own = [layer for layer in sorted(asked) if asked[layer]["stored_by"] == layer]
+    shapes = [LayerShape(*(asked[layer][size] for size in ("kv_heads", "head_dim", "value_dim"))) for layer in own]
+    places = {layer: KVPlace(own.index(each["stored_by"]), each["stored_by"] == layer) for layer, each in asked.items()}
+    return KVGeometry.of(shapes, dtype), places
 
 
 MIXERS = ("attention", "attn", "mixer", "recurrent", "lstm", "ssm", "mamba", "conv")

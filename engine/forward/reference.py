@@ -58,22 +58,23 @@ class ReferenceAttention:
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         batch: Batch,
         kv: PagedKV,
         scores: Scores,
     ) -> torch.Tensor:
-        group = query.shape[1] // key.shape[1]
+        keys, values = keys_and_values(kv, layer)
+        group = query.shape[1] // keys.numbers.shape[1]
         if group not in batch.attention:
             batch.attention[group] = _tiles(batch, -(-16 // group), kv.block_size, query.device)
         tiles, n = batch.attention[group], batch.num_tokens
-        keys, values = keys_and_values(kv, layer)
-        keys.write(tiles.slots, key[:n])
-        values.write(tiles.slots, value[:n])
+        if key is not None and value is not None:
+            keys.write(tiles.slots, key[:n])
+            values.write(tiles.slots, value[:n])
         padded = torch.cat([query[:n].float(), query.new_zeros(1, *query.shape[1:], dtype=torch.float32)])
         out = attend_tiles(padded, keys, values, tiles, group, scores)
-        result = query.new_zeros(*query.shape[:2], value.shape[2])
+        result = query.new_zeros(*query.shape[:2], values.numbers.shape[3])
         real = tiles.positions >= 0
         result[tiles.queries[real]] = out[real].to(query.dtype)
         return result

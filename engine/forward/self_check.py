@@ -118,23 +118,25 @@ def check_model(served: LoadedModel) -> None:
 def try_out(model: Model, kept: KVGeometry, block_size: int, memory: DeviceMemory, backend: Backend) -> None:
     """Attend with rows of one and of several tokens, in the shapes of each kind of layer, to KV of geometry `kept`. Raises
     CannotAttend."""
-    geometry, rows = model.geometry, [(LOOK_EVERY, 1), (0, NARROW - 1)]
+    rows = [(LOOK_EVERY, 1), (0, NARROW - 1)]
     tables = np.arange(2 * -(-NARROW // block_size), dtype=np.int32).reshape(2, -1)
     kv = PagedKV(kept, PoolSizes(block_size, tables.size, 0), memory)
-    kinds = dict.fromkeys((asked["q_heads"], asked["softcap"], asked["sinks"]) for asked in model.asked.values())
-    for q_heads, softcap, sinks in kinds:
+    kinds = {
+        (asked["q_heads"], asked["softcap"], asked["sinks"], kept.shapes[place.layer]): place.layer
+        for asked, place in zip(model.asked.values(), model.places.values(), strict=True)
+    }
+    for (q_heads, softcap, sinks, (kv_heads, head_dim, value_dim)), layer in kinds.items():
         served = LoadedModel(model, backend, block_size, NARROW, memory, kept)
         batch = _batch(served, torch.zeros(NARROW, dtype=torch.int64), rows, 0, tables, torch.zeros(1, dtype=torch.int64))
-        shapes = ((q_heads, geometry.head_dim), (geometry.kv_heads, geometry.head_dim), (geometry.kv_heads, geometry.value_dim))
-        q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=geometry.dtype, device=model.device) for each in shapes)
+        shapes = ((q_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
+        q, k, v = (torch.zeros(batch.input_ids.shape[1], *each, dtype=kept.dtype, device=model.device) for each in shapes)
         try:
             batch = replace(batch, attention=backend.prepare(batch, kv))
             scores = Scores(1.0, 0, softcap, None if sinks is None else q.new_zeros(sinks))
-            backend.attend(0, q, k, v, batch, kv, scores)
+            backend.attend(layer, q, k, v, batch, kv, scores)
         except Exception as error:
             raise CannotAttend(
-                f"{q_heads} query heads over {geometry.kv_heads} of {geometry.head_dim} dimensions, values of "
-                f"{geometry.value_dim}: {in_one_line(error)}"
+                f"{q_heads} query heads over {kv_heads} of {head_dim} dimensions, values of {value_dim}: {in_one_line(error)}"
             ) from error
 
 

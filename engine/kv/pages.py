@@ -4,6 +4,8 @@
          [blocks, layers, kv_heads · block_size · (head_dim + value_dim)]      if K and V have different widths
          [blocks, layers, kv_heads · block_size · (head_dim + value_dim + 4)]  bytes, if KV is stored in fp8: codes of K,
                                                                                 codes of V, and the scales of both
+         [blocks, numbers of a block]      if layers have KV of different shapes: the second or third form for each layer, one
+                                           after the other
 
           block 0                                   block 1
           ┌ layer 0 ───────┬ layer 1 ───────┬ … ┐   ┌ …
@@ -16,6 +18,8 @@ backend defines the layout inside K and V of one layer. Block-major layout as in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,19 +34,46 @@ from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import DeviceMemory
 
 
-class KVGeometry(NamedTuple):
-    """Shape and dtype of the KV of one token."""
+class LayerShape(NamedTuple):
+    """Shape of the KV of one token in one layer."""
 
-    layers: int
     kv_heads: int
     head_dim: int
     """width of K"""
+    value_dim: int
+    """width of V"""
+
+
+class KVGeometry(NamedTuple):
+    """Shape and dtype of the KV of one token. Layers are those that store KV, counted from 0."""
+
+    layers: int
+    kv_heads: int
+    """0: layers differ"""
+    head_dim: int
+    """width of K; 0: layers differ"""
     dtype: torch.dtype
     """dtype in which the model computes K and V"""
     other_value_dim: int | None = None
     """width of V; None: the same as of K"""
     fp8: bool = False
     """stored as `rollout.engine.kv.fp8` defines, not in `dtype`"""
+    different: tuple[LayerShape, ...] = ()
+    """shape of each layer, if they differ"""
+
+    @staticmethod
+    def of(shapes: Sequence[LayerShape], dtype: torch.dtype) -> KVGeometry:
+        """Return the geometry of layers of these shapes."""
+        first = shapes[0]
+        if any(shape != first for shape in shapes):
+            return KVGeometry(len(shapes), 0, 0, dtype, different=tuple(shapes))
+        other = first.value_dim if first.value_dim != first.head_dim else None
+        return KVGeometry(len(shapes), first.kv_heads, first.head_dim, dtype, other)
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Shape of each layer."""
+        return self.different or (LayerShape(self.kv_heads, self.head_dim, self.value_dim),) * self.layers
 
     @property
     def value_dim(self) -> int:
@@ -56,7 +87,7 @@ class KVGeometry(NamedTuple):
     @property
     def bytes_per_token(self) -> int:
         scales = fp8.SCALE_BYTES if self.fp8 else 0
-        return self.layers * self.kv_heads * ((self.head_dim + self.value_dim) * self.stored.itemsize + scales)
+        return sum(heads * ((k + v) * self.stored.itemsize + scales) for heads, k, v in self.shapes)
 
     def kept_as(self, kv_dtype: KVName) -> KVGeometry:
         """Return the geometry of pools for `EngineConfig.kv_dtype`."""
@@ -64,17 +95,27 @@ class KVGeometry(NamedTuple):
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Return the shape of one block in the pools. Raises ValueError if fp8 scales would not be aligned."""
-        if self.fp8:
-            codes = self.kv_heads * block_size * (self.head_dim + self.value_dim)
-            if codes % fp8.SCALE_BYTES:
-                raise ValueError(
-                    f"kv_dtype=fp8_e4m3 with block_size={block_size}: a layer of a block has {codes} numbers, which must be a "
-                    f"multiple of {fp8.SCALE_BYTES}; choose a block_size that is a multiple of {fp8.SCALE_BYTES}"
-                )
-            return (self.layers, codes + self.kv_heads * block_size * fp8.SCALE_BYTES)
-        if self.value_dim == self.head_dim:
-            return (self.layers, 2, self.kv_heads, block_size, self.head_dim)
-        return (self.layers, self.kv_heads * block_size * (self.head_dim + self.value_dim))
+        if self.different:
+            return (self.starts(block_size)[-1],)
+        if self.fp8 or self.value_dim != self.head_dim:
+            return (self.layers, self._numbers(self.shapes[0], block_size))
+        return (self.layers, 2, self.kv_heads, block_size, self.head_dim)
+
+    def starts(self, block_size: int) -> list[int]:
+        """Return where each layer begins in a block, and the end of the last one, in elements of the pools."""
+        return [0, *accumulate(self._numbers(shape, block_size) for shape in self.shapes)]
+
+    def _numbers(self, shape: LayerShape, block_size: int) -> int:
+        """Return the elements of a layer of a block."""
+        codes = shape.kv_heads * block_size * (shape.head_dim + shape.value_dim)
+        if not self.fp8:
+            return codes
+        if codes % fp8.SCALE_BYTES:
+            raise ValueError(
+                f"kv_dtype=fp8_e4m3 with block_size={block_size}: a layer of a block has {codes} numbers, which must be a "
+                f"multiple of {fp8.SCALE_BYTES}; choose a block_size that is a multiple of {fp8.SCALE_BYTES}"
+            )
+        return codes + shape.kv_heads * block_size * fp8.SCALE_BYTES
 
 
 class PagedKV(Pools):
@@ -103,6 +144,8 @@ class PagedKV(Pools):
         self.geometry = geometry
         self.block_size = sizes.block_size
         self.block_bytes = geometry.bytes_per_token * sizes.block_size
+        self.starts = geometry.starts(sizes.block_size)
+        """where each layer begins in a block, in elements of the pools"""
         self.states = states
         if copy_engine is not None:
             self.copy_engine = copy_engine
@@ -165,10 +208,12 @@ def keys_and_values(kv: PagedKV, layer: int) -> tuple[Cells, Cells]:
     """View K and V of a layer in the device pool."""
     if kv.data.dim() == 6:
         return Cells(kv.data[:, layer, 0]), Cells(kv.data[:, layer, 1])
-    geometry, at = kv.geometry, kv.data[:, layer]
-    tokens = geometry.kv_heads * kv.block_size
-    middle, end = tokens * geometry.head_dim, tokens * (geometry.head_dim + geometry.value_dim)
-    shape = len(at), geometry.kv_heads, kv.block_size, -1
+    geometry, starts = kv.geometry, kv.geometry.starts(kv.block_size)
+    at = kv.data.flatten(1)[:, starts[layer] : starts[layer + 1]]
+    heads, head_dim, value_dim = geometry.shapes[layer]
+    tokens = heads * kv.block_size
+    middle, end = tokens * head_dim, tokens * (head_dim + value_dim)
+    shape = len(at), heads, kv.block_size, -1
     keys, values = at[:, :middle].view(shape), at[:, middle:end].view(shape)
     if not geometry.fp8:
         return Cells(keys), Cells(values)

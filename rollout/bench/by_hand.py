@@ -95,13 +95,15 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     def random(heads: int, width: int) -> torch.Tensor:
         return torch.randn(batch.num_tokens, heads, width, dtype=geometry.dtype, device=device)
 
-    query, key = random(engine.model.q_heads, geometry.head_dim), random(geometry.kv_heads, geometry.head_dim)
-    value = random(geometry.kv_heads, geometry.value_dim)
-
-    scores = Scores(geometry.head_dim**-0.5)
+    kinds = {
+        (q_heads, shape): (random(q_heads, shape.head_dim), random(*shape[:2]), random(shape.kv_heads, shape.value_dim))
+        for (q_heads, *_), shape in zip(engine.model.heads, geometry.shapes, strict=True)
+    }
 
     def layers(batch: Batch) -> torch.Tensor:
-        for layer in range(geometry.layers):
+        for layer, ((q_heads, *_), shape) in enumerate(zip(engine.model.heads, geometry.shapes, strict=True)):
+            query, key, value = kinds[q_heads, shape]
+            scores = Scores(shape.head_dim**-0.5)
             out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, scores)
         return out
 
@@ -132,7 +134,7 @@ def _filled(geometry: KVGeometry, block_size: int, device: torch.device, generat
     pool: Any = SimpleNamespace(data=data, geometry=geometry, block_size=block_size)
     for layer in range(geometry.layers):
         for cells in keys_and_values(pool, layer):
-            shape = len(slots), geometry.kv_heads, cells.numbers.shape[3]
+            shape = len(slots), cells.numbers.shape[1], cells.numbers.shape[3]
             cells.write(slots, torch.empty(shape, device=device).normal_(generator=generator))
     return data
 

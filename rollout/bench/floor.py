@@ -2,7 +2,8 @@
 
     compute   multiplications and additions of the model's products and of attention / register peak
     memory    bytes read / rate of reading memory:
-                each step    the weights, each group's prefix KV once, each child's suffix KV, the logits
+                each step    the weights, each group's prefix KV once, each child's suffix KV, the logits, each child's
+                             recurrent state, which is read and written
     floor     the larger of the two
 
 The peak is that of the service's instruction set, on registers alone (c/peaks.c); if the service computes with torch, that of
@@ -33,6 +34,7 @@ from rollout.bench.workloads import Workload
 from rollout.config import InputError
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.kernels import Kernels, choose
+from rollout.engine.forward.model import Model
 from rollout.engine.forward.shapes import is_random
 
 LOOKS = 5
@@ -56,6 +58,17 @@ class Shape(NamedTuple):
     """elements of one token's KV"""
     window: int
     """most tokens that a query attends to"""
+    states: int = 0
+    """bytes of the recurrent state of a sequence"""
+
+
+def recurrent_sizes(folder: Path) -> tuple[int, int]:
+    """Return how many layers of a model have attention, and the bytes of its recurrent state, from a probe without weights."""
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model = Model(module, str(folder))
+    return len(model.asked), 0 if model.states is None else model.states.nbytes
 
 
 def shape_of(folder: Path) -> Shape:
@@ -65,6 +78,9 @@ def shape_of(folder: Path) -> Shape:
     head_dim = config.get("head_dim") or config["hidden_size"] // q_heads
     kv_heads = config.get("num_key_value_heads", q_heads)
     matrices, head = matrices_of(folder)
+    states = 0
+    if not set(config.get("layer_types") or ()) <= {"full_attention", "sliding_attention"}:
+        layers, states = recurrent_sizes(folder)
     return Shape(
         layers=sum(count * n * k for (n, k), count in matrices.items()),
         head=math.prod(head),
@@ -72,6 +88,7 @@ def shape_of(folder: Path) -> Shape:
         attention=4 * q_heads * head_dim * layers,
         kv_numbers=2 * layers * kv_heads * head_dim,
         window=config.get("sliding_window") or 1 << 40,
+        states=states,
     )
 
 
@@ -158,6 +175,9 @@ class MachineRates:
             name: times * numbers * itemsize / self.rate(numbers * itemsize).best
             for name, (numbers, times) in work.reads.items()
         }
+        if self.shape.states:
+            tokens = (workload.total_new_tokens - workload.prompts * workload.n) * (1 - drafted)
+            memory["states"] = 2 * self.shape.states * tokens / self.rate(self.shape.states * workload.n).best
         bounds = {"compute": sum(compute.values()), "memory": sum(memory.values())}
         bound = max(bounds, key=lambda name: bounds[name])
         weights = self.rate((self.shape.layers + self.shape.head) * itemsize)

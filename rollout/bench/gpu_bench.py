@@ -223,7 +223,7 @@ def beside_limit(bench: Bench, work: ForwardCost, ms: float) -> dict[str, Any]:
     parts = (
         (layers, 2 * work.tokens * layers // itemsize),
         (head, 2 * work.logits * head // itemsize),
-        (work.read * geometry.bytes_per_token, 4 * work.met * q_heads * geometry.head_dim * geometry.layers),
+        (work.read * geometry.bytes_per_token, 4 * work.met * q_heads * sum(each.head_dim for each in geometry.shapes)),
     )
     rates = bench.rates["bytes_per_second"], bench.rates["flops_per_second"]
     limit = 1e3 * sum(max(moved / rates[0], flops / rates[1]) for moved, flops in parts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -44,7 +44,7 @@ class NoModel:
     name = "no model"
     vocab_size = 32
     context = 4096
-    q_heads = 1
+    heads: Sequence[tuple[int, int, int, int]] = ((1, 1, 16, 16),)
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 16, torch.float32)
     eos_token_ids: frozenset[int] = frozenset()

@@ -26,8 +26,8 @@ import torch
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.engine.cpu.backward import fast_in_bf16
+from rollout.engine.cpu.exact_modules import plain_products, use_products
 from rollout.engine.cpu.isa import best, here
-from rollout.engine.cpu.products import plain_products, use_products
 from rollout.engine.forward.random_weights import load_module
 from rollout.exact import token_logprobs, use_exact_attention
 from rollout.models import hide_progress_bars

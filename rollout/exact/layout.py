@@ -74,6 +74,15 @@ class BatchLayout:
             attention={},
         )
 
+    def __getitem__(self, index: tuple[slice, ...]) -> BatchLayout:
+        """Return itself for all tokens: models whose last layers share KV cut their mask to `logits_to_keep` tokens. Raises
+        ValueError for fewer."""
+        if all(each in (slice(None), slice(0, None)) for each in index):
+            return self
+        raise ValueError(
+            "the service's attention needs all tokens in layers that share KV: pass logits_to_keep as a tensor of indices"
+        )
+
     def on(self, device: torch.device) -> DeviceLayout:
         """Return the tensors for forward and backward on a device. They are copied once."""
         if device not in self._there:

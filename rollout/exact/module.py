@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from rollout.engine.cpu.exact_modules import plain_products, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
-from rollout.engine.cpu.products import isas_for, plain_products, products_of, use_products
+from rollout.engine.cpu.products import isas_for, products_of
 from rollout.engine.forward.arithmetic import without_fp8
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
@@ -133,7 +134,8 @@ def sample_logprobs(
     mask = None
     if len({len(each) for each in whole}) > 1:
         mask = pad_sequence([torch.ones_like(each) for each in whole], batch_first=True)[:, :-1].to(model.device)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+    kept = torch.arange(first, ids.shape[1], device=ids.device)  # a number would cut the tokens of layers that share KV
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=kept).logits
     return [
         token_logprobs(row[len(prompt) - 1 - first : len(each) - 1 - first], each[len(prompt) :].to(row.device), temperature)
         for row, (prompt, _), each in zip(logits, sequences, whole, strict=True)

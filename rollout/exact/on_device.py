@@ -20,16 +20,20 @@ ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
 """of a service on CUDA with `exact = true`"""
 
 
+Heads = tuple[int, int, int, int, int]
+"""query heads, KV heads, widths of K and of V, bytes of a number"""
+
+
 class DeviceAttention:
     """`rollout.engine.devices.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so far. A batch
-    is prepared once for all layers. programs: concurrent programs of the kernel; None = chosen for the device."""
+    is prepared once for all layers of one shape. programs: concurrent programs of the kernel; None = chosen for the device."""
 
     def __init__(self, device: torch.device, programs: int | None = None) -> None:
         self._device = device
         self._programs = programs
-        self._inner: TritonAttention | None = None
-        self._prepared: Any = None
-        """the batch that the arrays describe"""
+        self._kinds: dict[Heads, TritonAttention] = {}
+        self._prepared: dict[Heads, tuple[Any, Any]] = {}
+        """the batch that the arrays describe, and what `prepare` returned for it"""
 
     def attend(
         self,
@@ -46,24 +50,29 @@ class DeviceAttention:
             q_heads=query.shape[1], kv_heads=key.shape[1], head_dim=key.shape[2], itemsize=query.element_size(),
             other_value_dim=None if value.shape[2] == key.shape[2] else value.shape[2],
         )  # fmt: skip
-        inner = self._fitting(wanted)
-        if self._prepared is not batch:
-            batch.attention = inner.prepare(batch, kv)
-            self._prepared = batch
+        kind = heads_of(wanted)
+        inner = self._fitting(kind, wanted)
+        if kind not in self._prepared or self._prepared[kind][0] is not batch:
+            self._prepared[kind] = batch, inner.prepare(batch, kv)
+        batch.attention = self._prepared[kind][1]
         return inner.attend(layer, query, key, value, batch, kv, scores)
 
-    def _fitting(self, wanted: StepCapacity) -> TritonAttention:
-        inner = self._inner
+    def _fitting(self, kind: Heads, wanted: StepCapacity) -> TritonAttention:
+        inner = self._kinds.get(kind)
         if inner is None or not _fits(wanted, inner.capacity):
-            self._inner = inner = TritonAttention(self._device, wanted, self._programs)
-            self._prepared = None
+            self._kinds[kind] = inner = TritonAttention(self._device, wanted, self._programs)
+            self._prepared.pop(kind, None)
         return inner
 
 
+def heads_of(capacity: StepCapacity) -> Heads:
+    """Return what the arrays of one `TritonAttention` are for."""
+    return capacity.q_heads, capacity.kv_heads, capacity.head_dim, capacity.value_dim, capacity.itemsize
+
+
 def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
-    shapes = [(each.q_heads, each.kv_heads, each.head_dim, each.value_dim, each.itemsize) for each in (wanted, has)]
     table = wanted.rows * wanted.columns <= has.rows * has.columns
-    return shapes[0] == shapes[1] and wanted.tokens <= has.tokens and wanted.rows <= has.rows and table
+    return wanted.tokens <= has.tokens and wanted.rows <= has.rows and table
 
 
 def use_products(module: torch.nn.Module) -> Callable[[], None]:

@@ -111,6 +111,9 @@ METRICS: dict[str, Metric] = {
     "kv/host_cached_ratio": Metric("fraction", "now", "fraction of the host pool held only by the prefix index"),
     "kv/mirrored_blocks": Metric("blocks", "now", "blocks that are in both pools"),
     "kv/stale_token_ratio": Metric("fraction", "now", "fraction of the KV of unfinished sequences that older weights computed"),
+    "kv/states_used_ratio": Metric("fraction", "now", "fraction of the slots of recurrent state held by sequences"),
+    "kv/states_offloaded": Metric("slots", "total", "recurrent states copied from device to host"),
+    "kv/states_restored": Metric("slots", "total", "recurrent states copied from host to device"),
     "kv/offloads": Metric("sequences", "total", "preemptions that offloaded KV to host memory"),
     "kv/recompute_preemptions": Metric(
         "sequences",

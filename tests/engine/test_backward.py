@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.engine.cpu import backward
+from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.products import use_products
 from rollout.exact import attention, token_logprobs, use_exact_attention
 from tests.support.tiny import tiny
 

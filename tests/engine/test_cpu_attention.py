@@ -92,6 +92,8 @@ SHAPES = [
     Shape(q_heads=7, kv_heads=1, dim=80),
     Shape(q_heads=40, kv_heads=1, dim=16),
     Shape(q_heads=2, kv_heads=1, dim=256, block_size=64),
+    Shape(q_heads=8, kv_heads=1, dim=512, block_size=32),
+    Shape(q_heads=32, kv_heads=4, dim=512),
     Shape(q_heads=4, kv_heads=2, dim=24, block_size=8),
     Shape(q_heads=3, kv_heads=1, dim=8, block_size=4),
     Shape(q_heads=5, kv_heads=5, dim=20, block_size=1),
@@ -425,7 +427,7 @@ GOOD = {
         ({"q_heads": 2 * 65}, "multiple"),
         ({"data": torch.zeros(4, 1, 2, 2, 16, 64, dtype=torch.float16)}, "bf16 or fp32"),
         ({"data": torch.zeros(4, 1, 2, 2, 64, 16).transpose(4, 5)}, "contiguous"),
-        ({"data": torch.zeros(4, 1, 2, 2, 16, 512)}, "at most"),
+        ({"data": torch.zeros(4, 1, 2, 2, 16, 528)}, "at most"),
     ],
 )
 def test_wrong_arrays_are_refused(wrong: dict[str, object], message: str, best: NativeAttention) -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.cpu.decoder import EchoAttention, NativeDecoder
+from rollout.engine.cpu.exact_modules import plain_products
 from rollout.engine.cpu.isa import here
-from rollout.engine.cpu.products import plain_products
 from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.isas import best_first

@@ -10,11 +10,13 @@ import torch
 
 from rollout.engine.cpu import select_path
 from rollout.engine.cpu.decoder import NativeDecoder, NotNative, look_at_module
+from rollout.engine.cpu.exact_modules import ExactLinear
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.products import ExactLinear, products_of
+from rollout.engine.cpu.products import products_of
 from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
 from tests.support.equivalence import ROOMY, assert_same, groups
+from tests.support.families import build
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import run
 
@@ -115,8 +117,8 @@ def test_scores_that_the_decoder_does_not_compute(name: str, value: object) -> N
     assert served.decoder is None and "sinks or soft caps" in computes.why
 
 
-def test_experts_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    engine = tiny_engine("mixtral", "bfloat16")
+def test_products_that_stay_torchs_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    engine = tiny_engine("gpt2", "bfloat16", build("gpt2", torch.bfloat16))
     assert "samples may depend on the batch" in caplog.text
     assert engine.status()["arithmetic"].startswith(f"torch/{torch.__version__.split('+')[0]}/batch")
 

@@ -15,6 +15,7 @@ from rollout.engine import worker
 from tests.support import families
 from tests.support.families import (
     FAMILIES,
+    GEMMA4_31B,
     MLA_MOE,
     MOE,
     PATTERNS,
@@ -62,6 +63,9 @@ CASES = {
                            "sliding_window": 12}, ""),
     "another of these": ("youtu", BF16, {**MLA_MOE, "v_head_dim": 24}, ""),
     "and another": ("glm4_moe_lite", BF16, MOE, ""),
+    "heads of two sizes and layers that share KV": ("gemma4_text", FP32, {}, ""),
+    "heads of two sizes and of two numbers": ("gemma4_text", FP32, GEMMA4_31B, ""),
+    "the same, in bf16": ("gemma4_unified_text", BF16, {}, ""),
     "attention without transformers' interface": ("bloom", FP32, {}, "the first transformer.h.0.self_attention (BloomAtte"),
     "lightning attention": ("minimax", FP32, {}, "in 3 of 4 layers, the first model.layers.0.self_attn (MiniMaxLightningAtt"),
     "recurrent blocks of their own": ("recurrent_gemma", FP32, {}, "model.layers.0.temporal_block (RecurrentGemmaRecurr"),

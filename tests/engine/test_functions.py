@@ -20,6 +20,7 @@ from rollout.engine.cpu.functions import (
     VECTOR,
     WholeVectors,
     callers,
+    plain_calls,
     plain_functions,
     use_whole_vectors,
     whole,
@@ -124,6 +125,73 @@ def test_every_way_to_call_is_seen(name: str) -> None:
     torch.testing.assert_close(got, want)
 
 
+def test_a_forward_of_the_instance_is_seen() -> None:
+    """Hooks of accelerate, and recurrent mixers, give an instance a forward of its own."""
+    depth: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        depth.append(torch._C._len_torch_function_stack())
+        return torch.sigmoid(x)
+
+    module, x = nn.Sequential(nn.Identity()), torch.randn(133, 6, generator=torch.Generator().manual_seed(0))
+    module[0].forward = forward
+    with callers(module) as called:
+        module(x)
+    assert list(called.found.values()) == [module[0]]
+    use_whole_vectors(called.found.values())
+    assert torch.equal(torch.cat([module(row) for row in x.split(1)]), module(x)) and set(depth[1:]) == {1}
+    plain_functions(module)
+    module(x)
+    assert depth[-1] == 0
+
+
+def test_one_mode_at_a_time() -> None:
+    """A module within another one, and after it."""
+    depth: list[int] = []
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module | None = None) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            depth.append(torch._C._len_torch_function_stack())
+            return torch.sigmoid(x) if self.inner is None else self.inner(x)
+
+    module = Outer(Outer())
+    use_whole_vectors(module.modules())
+    module(torch.rand(3)), module.inner(torch.rand(3))  # type: ignore[misc]
+    assert depth == [1, 1, 1] and not torch._C._len_torch_function_stack()
+
+
+def test_wrappers_of_kernels_are_no_calls() -> None:
+    """What they look up at tensors is none of the mode's business, unless they raise in the middle of it."""
+
+    @plain_calls
+    def wrapper(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            raise ValueError("one")
+        return torch.sigmoid(x)
+
+    x = torch.randn(13)
+    seen: list[Any] = []
+
+    class Counts(WholeVectors):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    with Counts():
+        assert torch.equal(wrapper(x), wrapper(x))
+        with pytest.raises(ValueError, match="one"):
+            wrapper(x[:1])
+        seen.clear()
+        wrapper(x)
+        assert not seen
+        torch.sigmoid(x)
+        assert seen == [torch.sigmoid]
+
+
 def test_what_is_rounded_alike_everywhere_is_left_alone() -> None:
     class Norm(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,10 +270,10 @@ def test_it_is_not_in_whole_vectors(isa: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_experts_have_whole_vectors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine leaves to torch: its products depend on the batch, and its name says so; its functions do not."""
-    model = Model(tiny("mixtral", torch.bfloat16), "mixtral")
+    """Their products are ours, and their activation has the bits of torch's vector code."""
+    model = Model(tiny("mixtral", torch.bfloat16, hidden_act="gelu"), "mixtral")
     computes = equip(model)
-    assert computes.arithmetic.endswith("/batch") and computes.batch_invariant is not None
+    assert "/batch" not in computes.arithmetic and computes.batch_invariant
     experts = model.module.model.layers[0].mlp.experts
     assert "plain_class" in vars(type(experts.act_fn))
 

@@ -16,9 +16,16 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
-from rollout.exact import sample_logprobs, use_exact
-from tests.support.equivalence import Samples, assert_same
 from tests.support.families import build, outcome
+from tests.support.samebits import (
+    ROOMY,
+    asked,
+    assert_same_everywhere,
+    assert_same_gradients,
+    assert_same_in_a_trainer,
+    gradients,
+    prompt,
+)
 from tests.support.tiny import plain_logprobs
 from tests.support.toy import group, run
 
@@ -26,9 +33,8 @@ FAMILIES = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "granitemoehybrid",
     "nemotron_h", "falcon_h1", "bamba",
 )  # fmt: skip
-STATEFUL = ("qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h")
-"""a delta rule, a convolution alone, a scan and attention in every layer, and layers with neither"""
-ROOMY: dict[str, Any] = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 16, "max_batch_tokens": 512, "cpu_offload_gib": 0}
+STATEFUL = ["qwen3_5_text", "lfm2", "nemotron_h", pytest.param("falcon_h1", marks=pytest.mark.long)]
+"""a delta rule, a convolution alone, layers with neither, and a scan with attention in every layer"""
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunks": {"max_batch_tokens": 17},
@@ -49,10 +55,6 @@ def built(name: str) -> Any:
 def engine_of(name: str, **config: Any) -> Engine:
     model = copy.deepcopy(built(name))
     return Engine(EngineConfig(dtype="float32", threads=1, **{**ROOMY, **config}), Model(model, name))
-
-
-def prompt(tokens: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(24, 99, tokens).astype(np.int32)
 
 
 def check(name: str, each: Group, samples: dict[tuple[str, int], Sample]) -> None:
@@ -197,72 +199,35 @@ def test_fewer_sequences_run_where_their_states_do_not_fit(caplog: pytest.LogCap
     check("qwen3_5_text", each, run(engine, [each]))
 
 
-NATIVE = ("qwen3_5_text", "lfm2", "falcon_h1", "olmo_hybrid")
+NATIVE = ["qwen3_5_text", "falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "olmo_hybrid"))]
 """mixers, products and attention by our kernels"""
-SAME = {
-    "small chunks": {"max_batch_tokens": 33},
-    "one at a time": {"max_num_seqs": 1},
-    "offloaded": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
-    "recomputed": {"kv_tokens": 200},
-    "overlapped": {"overlap_steps": True, "max_batch_tokens": 64, "kv_tokens": 320},
-}
+needs_kernels = pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
 
 
-@pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
+@needs_kernels
 @pytest.mark.parametrize("name", NATIVE)
 def test_bits_do_not_depend_on_what_else_runs(name: str) -> None:
     """In bf16: alone, in a crowd, in chunks, offloaded, reset and overlapped."""
-    made = build(name, torch.bfloat16)
-    asked = [group(f"g{i}", prompt(n, i), n=3, max_tokens=20, seed=i, ignore_eos=True) for i, n in enumerate((61, 40, 7, 83))]
-
-    def samples(**config: Any) -> Samples:
-        options = {**ROOMY, **config}
-        engine = Engine(EngineConfig(dtype="bfloat16", threads=2, **options), Model(copy.deepcopy(made), name))
-        assert engine.arithmetic == engine.worker.backend.arithmetic  # type: ignore[attr-defined]
-        return run(engine, asked)
-
-    roomy = samples()
-    for each, config in SAME.items():
-        try:
-            assert_same(roomy, samples(**config))
-        except AssertionError as error:
-            raise AssertionError(f"{each}: {error}") from error
+    assert_same_everywhere(build(name, torch.bfloat16), asked((61, 40, 7, 83)))
 
 
-@pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_trainer_has_the_bits_of_the_samples(name: str, dtype: torch.dtype) -> None:
-    made = build(name, dtype)
-    engine = Engine(EngineConfig(dtype=str(dtype)[6:], threads=1, **ROOMY), Model(copy.deepcopy(made), name))  # type: ignore[arg-type]
-    asked = [group(f"g{i}", prompt(n, i), n=2, max_tokens=19, seed=i, ignore_eos=True) for i, n in enumerate((50, 9))]
-    samples = run(engine, asked)
-    pairs = [(each.prompt, samples[each.id, index].token_ids) for each in asked for index in range(2)]
-    use = use_exact(made, engine.arithmetic, block_size=8)
-    with torch.no_grad():
-        again = sample_logprobs(made, pairs)
-    for (_, _), logprobs, sample in zip(pairs, again, [samples[each.id, i] for each in asked for i in range(2)], strict=True):
-        assert np.array_equal(logprobs.numpy(), sample.logprobs)
-    use.remove()
-    assert not any("forward" in vars(each) for each in made.modules())
+    assert_same_in_a_trainer(build(name, dtype), asked((50, 9), n=2))
 
 
-@pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
+@needs_kernels
 @pytest.mark.parametrize("name", NATIVE)
 def test_gradients_of_an_exact_model_are_those_of_the_plain_one(name: str) -> None:
     """In fp32, of rows of different lengths; each parameter has one."""
     rows = [(prompt(30, 1), prompt(12, 2)), (prompt(11, 3), prompt(20, 4))]
-    grads = []
-    for exact in (False, True):
-        made = build(name).requires_grad_(True)
-        if exact:
-            use_exact(made, block_size=8)
-            sum(each.sum() for each in sample_logprobs(made, rows)).backward()  # type: ignore[union-attr]
-        else:
-            for row in rows:
-                sample_logprobs(made, [row])[0].sum().backward()
-        grads.append({key: value.grad for key, value in made.named_parameters()})
-    for key, want in grads[0].items():
-        got = grads[1][key]
-        assert want is not None and got is not None, key
-        assert (got - want).abs().max() <= 2e-3 * want.abs().max() + 1e-6, key
+    assert_same_gradients(*(gradients(build(name), exact, rows) for exact in (False, True)))
+
+
+def test_without_kernels_the_name_says_that_bits_depend_on_cuts() -> None:
+    engine = engine_of("qwen3_5_text", isa="torch")
+    assert engine.arithmetic.startswith("torch/") and "/batch" in engine.arithmetic
+    each = group("g", prompt(20), n=2, max_tokens=8, seed=1, ignore_eos=True)
+    check("qwen3_5_text", each, run(engine, [each]))

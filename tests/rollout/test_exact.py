@@ -12,11 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.exact_modules import ExactLinear
 from rollout.engine.cpu.isa import here
-from rollout.engine.cpu.products import ExactLinear, products_of, sensitive
+from rollout.engine.cpu.products import products_of, sensitive
 from rollout.engine.types import Sample
 from rollout.exact import sample_logprobs, token_logprobs, use_exact
 from rollout.recipes.policy import logprobs as tree_logprobs
+from tests.support.families import build
 from tests.support.isas import best_first
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
@@ -179,7 +181,7 @@ def test_a_product_s_gradient_is_torch_s(dtype: torch.dtype, bias: bool, isa: st
     plain = nn.Linear(64, 48, bias=bias, dtype=dtype)
     ours = copy.deepcopy(plain)
     use = copy.deepcopy(nn.ModuleList([ours]))
-    from rollout.engine.cpu.products import use_products
+    from rollout.engine.cpu.exact_modules import use_products
 
     use_products(use, isa)
     gradients = []
@@ -247,8 +249,8 @@ def test_what_is_not_served_is_refused_and_changes_nothing() -> None:
         use_exact(module)
     assert not any(isinstance(each, ExactLinear) for each in module.modules())
     assert module.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="matrix of a Mixtral"):
-        use_exact(tiny("mixtral", torch.bfloat16))
+    with pytest.raises(ValueError, match="matrix of a Conv1D"):
+        use_exact(build("gpt2", torch.bfloat16))
     with pytest.raises(ValueError, match=r"'cuda/9', and this machine has .*torch/"):
         use_exact(tiny("llama"), "cuda/9")
     with pytest.raises(ValueError, match="float16"):

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.products import use_products
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact.attention import trainer_attention

@@ -83,6 +83,7 @@ SHORT = PRODUCTION, FP8
 SHAPES = (
     *SHORT, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
     Heads(dim=64, group=3, kv_heads=3, fp8=True), Heads(dim=256, group=2, kv_heads=4, fp8=True),
+    Heads(dim=512, group=8, kv_heads=1),
     Heads(dim=64, group=8, sinks=True), Heads(dim=256, group=2, kv_heads=4, cap=True),
     Heads(dim=128, group=2, kv_heads=16, cap=True),
     Heads(dim=192, value_dim=128, group=1, kv_heads=16), Heads(dim=192, value_dim=128, group=16, kv_heads=4, sinks=True),

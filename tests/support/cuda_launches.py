@@ -82,7 +82,7 @@ def _of_a_step(layers: int, fused: bool, share: bool) -> list[str]:
     model = Model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), "counted")
     seen: list[str] = []
     heads, dim = model.geometry.kv_heads, model.geometry.head_dim
-    capacity = StepCapacity(64, ROWS, -(-CONTEXT // BLOCK), model.q_heads, heads, dim, 2)
+    capacity = StepCapacity(64, ROWS, -(-CONTEXT // BLOCK), model.heads[0][0], heads, dim, 2)
     backend = TritonAttention(torch.device("cpu"), capacity, 64, Counted(seen))
     kv: Any = SimpleNamespace(
         data=torch.zeros((1, layers, 2, heads, BLOCK, dim), dtype=torch.bfloat16), block_size=BLOCK, geometry=model.geometry

@@ -51,6 +51,21 @@ DELTA = {
     "linear_value_head_dim": 16,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 1, "num_kv_shared_layers": 5, "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+"""Gemma 4 E2B in small: heads of two sizes, layers that share KV, an embedding a layer"""
+GEMMA4_31B = {
+    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199,
+    "use_double_wide_mlp": False, "use_bidirectional_attention": "vision",
+}  # fmt: skip
+"""Gemma 4 31B in small: two numbers of heads too, and V computed from K"""
+GEMMA3N = {
+    "head_dim": 16, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 5,
+    "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6,
+}  # fmt: skip
 S, F, L, C, H, DSA = (
     "sliding_attention", "full_attention", "linear_attention", "conv", "hybrid", "indexed_attention",
 )  # fmt: skip
@@ -58,8 +73,8 @@ PATTERNS: dict[str, list[str]] = {
     **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "mellum", "olmo3"), [S, S, S, F]),
     **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa", "laguna", "ministral"), [F, S, S, S]),
     **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), [S, F, S, F]),
-    **dict.fromkeys(("beam", "gemma3_text"), [S, S, S, S, S, F]),
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text", "gemma3n_text"), [S, S, F, S, S, F]),
+    **dict.fromkeys(("beam", "gemma3_text", "gemma4_unified_text"), [S, S, S, S, S, F]),
+    **dict.fromkeys(("gemma4_text", "gemma3n_text"), [S, S, S, S, F] * 2),
     **dict.fromkeys(
         ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
          "qwen3_next"), [L, L, L, F]),
@@ -131,16 +146,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**NARROW, **MAMBA, "mamba_d_ssm": 128},
     "gemma2": NARROW,
     "gemma3_text": NARROW,
-    "gemma3n_text": {**NARROW, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,
-                     "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 3 + [0.0] * 3},
+    "gemma3n_text": GEMMA3N,
     "dots3_note": {"vision_config": {"pyramid_num_routed": [-1, -1, 4, 4], "num_hidden_layers": 4, "embed_dim": 64,
                                      "num_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32, "adapter_in_dim": 64,
                                      "adapter_out_dim": 64},
                    "audio_config": {**SMALL, "downsample_hidden_size": 16, "adapter_input_size": 64, "adapter_out_dim": 64}},
     "gemma4_unified": {"vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 16}},
-    "gemma4_text": {**NARROW, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
-                    "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
-    "gemma4_unified_text": {**NARROW, "global_head_dim": 32, "use_bidirectional_attention": "vision"},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_31B,
     "whisper": {"decoder_layers": 4, "encoder_layers": 4, "d_model": 64, "decoder_attention_heads": 4, "is_decoder": True,
                 "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "max_target_positions": 512},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 12},

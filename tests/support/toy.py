@@ -3,7 +3,7 @@ block table: one wrong block, missed copy or off-by-one length changes what come
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class ToyModel:
 
     name = "toy"
     vocab_size = VOCAB
-    q_heads = 1
+    heads: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids = frozenset({0})

@@ -6,7 +6,7 @@ pushed included, so a model put together from two versions emits MIXED.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ ROWS, COLUMNS = 300, 1000  # a tensor is longer than a slice of staging
 class WatermarkModel:
     name = "watermark"
     vocab_size = VOCAB
-    q_heads = 1
+    heads: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
     device = torch.device("cpu")
     geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids: frozenset[int] = frozenset()

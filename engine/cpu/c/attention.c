@@ -13,9 +13,9 @@
    Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
    read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
 
-   Memory. The pool is [blocks, layers], of K [kv_heads, block_size, dim] and then V [kv_heads, block_size, value_dim]. Inside one
-   head's K or V of one block the elements are packed into 32-bit words, VL words being one vector register. A word is one fp32, or
-   a pair of bf16 (low half first):
+   Memory. A layer of a block of the pool is K [kv_heads, block_size, dim] and then V [kv_heads, block_size, value_dim]; layers of
+   other shapes may lie beside it, and have steps of their own. Inside one head's K or V of one block the elements are packed into
+   32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
 
        K   [block_size / VL][S][VL] words    word (tile, s, lane) = dims 2s, 2s+1 of token tile · VL + lane   (fp32: dim s)
        V   [block_size / 2][E] words         word (t, d) = dim d of tokens 2t, 2t+1                            (fp32: token t)
@@ -39,7 +39,8 @@ enum {
     MOST = VL == 16 ? 4 : 2, /* and vectors that share those of a query: as many as fit the registers */
     MAX_QUERIES = 192,                    /* of one item */
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
-    MAX_DIM = 256,
+    MAX_DIM = 512,
+    MAX_NUMBERS = MAX_QUERIES * 256, /* of all queries of one item: wide heads have fewer queries */
     MAX_BLOCK = 512,
     UNIT = 128,          /* tokens of small blocks that are met as one: they share a maximum, and loads and stores of acc */
     MAX_UNIT = UNIT / VL,
@@ -179,7 +180,8 @@ static void multiply(Product p, int nq, int vectors, int kind) {
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 typedef struct {
     char *data; /* the pool */
-    int64_t blocks, layers, kv_heads, block_size, dim, value_dim, q_heads, bf16;
+    int64_t blocks, block_bytes, kv_heads, block_size, dim, value_dim, q_heads, bf16;
+    const int64_t *layer_at; /* bytes from the beginning of a block to each layer */
     int64_t rows, tokens, table_row, threads, share;
     int64_t pairs; /* multiply pairs of bf16 by vdpbf16ps: the library must have it */
     const int32_t *query_starts, *context_lens, *table;
@@ -208,8 +210,7 @@ INLINE int packed(const Step *s) { return s->block_size % LANES == 0 && s->dim %
 INLINE int padded(int64_t n) { return (int)((n + VL - 1) / VL * VL); }
 INLINE char *half(const Step *s, int64_t block, int64_t layer, int kv, int64_t head) {
     const int64_t width = kv ? s->value_dim : s->dim, before = kv ? s->kv_heads * s->dim : 0;
-    const int64_t numbers = (block * s->layers + layer) * s->kv_heads * (s->dim + s->value_dim) + before + head * width;
-    return s->data + numbers * s->block_size * bytes(s);
+    return s->data + block * s->block_bytes + s->layer_at[layer] + (before + head * width) * s->block_size * bytes(s);
 }
 
 /* Word indices of dim d of token t; `dim` and the number of K steps are padded ones. */
@@ -258,8 +259,8 @@ typedef struct {
     int32_t position[MAX_QUERIES];
     float m[MAX_QUERIES + VL]; /* running maximum of the scaled scores */
     float l[MAX_QUERIES * LANES]; /* running sum of weights, lane = token % LANES */
-    float acc[MAX_QUERIES * MAX_DIM];
-    float q[MAX_QUERIES * MAX_DIM];
+    float acc[MAX_NUMBERS];
+    float q[MAX_NUMBERS];
     float scores[6 * MAX_BLOCK]; /* [query of a tile][token of a unit] */
     float weights[6 * MAX_BLOCK];
     uint32_t k_packed[MAX_PLAIN], v_packed[MAX_PLAIN], last[MAX_DIM];
@@ -609,7 +610,7 @@ int rollout_plan(Step *s, const int32_t *shared, int64_t groups) {
         }
     }
     /* With chunks enough for all threads an item takes all kv heads, which lie together; else they are spread. */
-    const int64_t fit = MAX_QUERIES / (most * group);
+    const int64_t queries = MAX_NUMBERS / padded(s->dim > s->value_dim ? s->dim : s->value_dim), fit = (queries < MAX_QUERIES ? queries : MAX_QUERIES) / (most * group);
     s->heads = s->num_chunks < 3 * s->threads ? 1 : fit < s->kv_heads ? fit : s->kv_heads;
     return g == groups ? 0 : 5;
 }
@@ -651,7 +652,7 @@ int64_t rollout_call_bytes(void) { return sizeof(Call); }
 
 #define AT(field) FIELD(Step, field)
 const Field rollout_layout_attention[] = {
-    AT(data), AT(blocks), AT(layers), AT(kv_heads), AT(block_size), AT(dim), AT(value_dim), AT(q_heads), AT(bf16), AT(rows), AT(tokens),
+    AT(data), AT(blocks), AT(block_bytes), AT(kv_heads), AT(block_size), AT(dim), AT(value_dim), AT(q_heads), AT(bf16), AT(layer_at), AT(rows), AT(tokens),
     AT(table_row), AT(threads), AT(share), AT(pairs), AT(query_starts), AT(context_lens), AT(table), AT(slots), AT(chunks), AT(num_chunks),
     AT(heads), AT(parallel), AT(barrier), {NULL, NULL, 0, 0}};
 #undef AT
