@@ -164,6 +164,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": NARROW,
     "hunyuan_v1_moe": {**MOE, **NARROW},
     "kimi_linear": {**MLA_MOE, "linear_head_dim": 16, "linear_num_heads": 4},
+    "laguna": {**MOE, **NARROW, "num_attention_heads_per_layer": [4, 8, 8, 8]},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm3": NARROW,
     "llama4_text": {**MOE, **NARROW, "intermediate_size_mlp": 96, "num_experts_per_tok": 1, "attention_chunk_size": 16},

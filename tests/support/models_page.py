@@ -149,7 +149,7 @@ def main() -> None:
         for name in names:
             found[name] = both_in_a_child(name)
             print(name, *(found[name][dtype].kind for dtype in DTYPES), flush=True)
-        write(found)
+            write(found)
     PAGE.write_text(page(read()))
 
 
