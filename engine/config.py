@@ -133,9 +133,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """tokens per KV block"""
     kv_gib: float | None = None
     """size of the KV pool on the device in GiB, allocated at start; or set kv_tokens. Default: a quarter of the free memory,
-    used as needed; on CUDA 80 %, allocated at start"""
+    used as needed; on CUDA 80 %, allocated at start. For a model with recurrent layers, of KV and states together"""
     kv_tokens: int | None = None
-    """size of the KV pool on the device in tokens, rounded up to whole blocks"""
+    """size of the KV pool on the device in tokens, rounded up to whole blocks; recurrent states are allocated besides"""
     max_num_seqs: int | None = None
     """most running sequences. Default: 256, or 1,024 on a CUDA device with 64 GiB or more"""
     max_batch_tokens: int | None = None

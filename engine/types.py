@@ -7,6 +7,7 @@ this module of the engine. To send tensors, the client also imports `rollout.eng
 
 from __future__ import annotations
 
+import difflib
 import enum
 import hashlib
 import html
@@ -154,7 +155,25 @@ SCALARS = tuple(
 scalars_of = operator.attrgetter(*INTEGERS, *NUMBERS)
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
+class NearestField(msgspec.StructMeta):
+    """Names the nearest field if a value is made with an unknown one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the value. Raises TypeError."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
+            if unknown is None:
+                raise
+            alike = difflib.get_close_matches(unknown, cls.__struct_fields__, 1, 0.5)
+            hint = f"did you mean {alike[0]}?" if alike else f"it has {', '.join(cls.__struct_fields__)}"
+            raise TypeError(f"{cls.__name__} has no field {unknown!r}; {hint}") from None
+
+
+class Sampling(
+    msgspec.Struct, metaclass=NearestField, frozen=True, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True
+):
     """How the children of a group are sampled. It checks itself: a value that no service accepts raises ValueError, which names
     the field. Numbers of numpy, and floats such as 2.0 for an integer, are converted; one string as `stop` becomes a tuple.
 

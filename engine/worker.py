@@ -266,7 +266,7 @@ def take_kv(config: EngineConfig, device: Device, model: ModelLike) -> PagedKV:
     block_bytes = kept.bytes_per_token * config.block_size
     sizes, geometry, states = pool_sizes(config, block_bytes, memory), states_of(model), None
     if geometry is not None:
-        slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes)
+        slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes, memory.free())
         states = StatePages(geometry, slots, memory)
     kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
     check_tables(config, min(-(-model.context // config.block_size), sizes.device))

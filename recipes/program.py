@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,14 +22,16 @@ Options = TypeVar("Options")
 def run(name: str, main: Callable[[Options], Any], options: type[Options]) -> int:
     """Parse the arguments of `python -m rollout.recipes.NAME` and call `main`. Returns the exit status: what `main` returned,
     if that is an integer; 1 for an error of the user or of the service, whose message is printed; 130 after Ctrl-C."""
-    given = tyro.cli(options, prog=f"python -m rollout.recipes.{name}")
     try:
-        result = main(given)
+        result = main(tyro.cli(options, prog=f"python -m rollout.recipes.{name}"))
     except KeyboardInterrupt:
         say(f"{name}: stopped")
         return INTERRUPTED
     except (CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         say(f"{name}: {error}")
+        return 1
+    except BrokenPipeError:  # the reader closed standard output, for example `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
         sentence = missing(error)

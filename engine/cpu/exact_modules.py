@@ -124,7 +124,8 @@ class LinearProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
-            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
             if weight.dtype in DTYPES and x.dtype == weight.dtype and x.is_cpu:
                 return linear(x, weight, bias, self.products)
         return func(*args, **(kwargs or {}))

@@ -38,27 +38,29 @@ def pool_sizes(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory)
 
 
 STATES_RATIO = 0.4
-"""most of the memory of both kinds of pools, KV and states, that the default sizes give to states"""
+"""most of the memory of KV and recurrent states together that the states get"""
 
 
 def state_sizes(
-    config: EngineConfig, bytes_per_slot: int, sizes: PoolSizes, bytes_per_block: int
+    config: EngineConfig, bytes_per_slot: int, sizes: PoolSizes, bytes_per_block: int, free: int
 ) -> tuple[SlotCounts, PoolSizes]:
     """Divide the memory of the KV pools between KV and recurrent states. On the device: a slot for each of max_num_seqs
-    sequences and an eighth more, at most STATES_RATIO of the memory, unless kv_tokens asks for KV of a size; then states come
-    on top. In host memory: two slots for each of those, in the same way. Returns the slots, and the sizes of the KV pools.
+    sequences and an eighth more, at most STATES_RATIO of the memory. If kv_tokens asks for KV of a size, states come on top, of
+    at most STATES_RATIO of `free` bytes. In host memory: two slots for each of those, at most STATES_RATIO of the pool. Returns
+    the slots, and the sizes of the KV pools.
 
     Raises ValueError if two states do not fit."""
     wanted = config.most_seqs + -(-config.most_seqs // 8) + 2
-    room = sizes.device * bytes_per_block * STATES_RATIO
-    device = wanted if config.kv_tokens is not None else min(wanted, int(room // bytes_per_slot))
+    on_top = config.kv_tokens is not None
+    room = STATES_RATIO * (free if on_top else sizes.device * bytes_per_block)
+    device = min(wanted, int(room // bytes_per_slot))
     if device < 2:
         raise ValueError(
-            f"two recurrent states of {bytes_per_slot / 2**20:.1f} MiB do not fit into {STATES_RATIO:.0%} of "
-            f"{sizes.device * bytes_per_block / 2**30:.3f} GiB; raise kv_gib"
+            f"two recurrent states of {bytes_per_slot / 2**20:.1f} MiB do not fit into {room / 2**30:.3f} GiB, "
+            f"{STATES_RATIO:.0%} of {'free memory' if on_top else 'the KV pool: raise kv_gib'}"
         )
     host = min(2 * device, int(sizes.host * bytes_per_block * STATES_RATIO // bytes_per_slot))
-    blocks = sizes.device if config.kv_tokens is not None else sizes.device - -(-device * bytes_per_slot // bytes_per_block)
+    blocks = sizes.device if on_top else sizes.device - -(-device * bytes_per_slot // bytes_per_block)
     on_host = sizes.host - -(-host * bytes_per_slot // bytes_per_block)
     return SlotCounts(device, host), sizes._replace(device=blocks, host=on_host)
 

@@ -205,3 +205,12 @@ def test_help_explains_every_field(kind: type[msgspec.Struct]) -> None:
     text = inspect.getdoc(kind) or ""
     explained = re.findall(r"^    (\w+): \S", text.split("Attributes:\n")[1], re.MULTILINE)
     assert sorted(explained) == sorted(kind.__struct_fields__)
+
+
+def test_an_unknown_field_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match=r"Sampling has no field 'max_new_tokens'; did you mean max_tokens\?"):
+        Sampling(max_new_tokens=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="Sampling has no field 'num_return_sequences'; it has n, max_tokens, "):
+        Sampling(num_return_sequences=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        Sampling(3)  # type: ignore[misc]

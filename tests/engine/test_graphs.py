@@ -282,7 +282,7 @@ def worker_by_hand(graphs: StepGraphs | None, forward: Any, **config: Any) -> Wo
     )
     model: Any = SimpleNamespace(context=100, geometry=SimpleNamespace(dtype=torch.bfloat16), forward=forward)
     backend: Any = SimpleNamespace(prepare=lambda batch, kv: Noted((True, False, True)))
-    kv: Any = SimpleNamespace(block_size=4)
+    kv: Any = SimpleNamespace(block_size=4, states=None)
     weights: Any = None
     return Worker(EngineConfig(**config), device, ModelKernels(model, backend, None, ""), kv, weights)
 

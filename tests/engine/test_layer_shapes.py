@@ -147,6 +147,7 @@ def test_a_turn_over_kept_kv_is_the_same_as_a_fresh_one() -> None:
     assert fresh.logprobs.tobytes() == drawn.logprobs.tobytes()
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="log_softmax has other bits without vectors")
 def test_a_trainer_has_the_same_bits() -> None:
     engine = gemma4()
     trainer = build("gemma4_text", BF16)

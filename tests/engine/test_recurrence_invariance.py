@@ -42,5 +42,6 @@ def test_a_token_is_the_same_in_any_step(name: str, dtype: torch.dtype) -> None:
     assert not differ(served(name, dtype))
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch computes nothing in vectors")
 def test_it_is_not_without_whole_vectors() -> None:
     assert differ(served("qwen3_5_text", torch.float32, whole=False))
