@@ -311,7 +311,7 @@ def _refuse_layers(module: torch.nn.Module, probe: AttentionProbe, recurrence: R
     def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
 
-    if silent := sorted(layer for layer, shapes in recurrence.mixers if not shapes.convs):
+    if silent := sorted({layer for layer, shapes in recurrence.mixers if not shapes.convs}):
         at = mixer_of(module, silent[0], config)
         refuse(f"recurrence that does not get the keyword arguments of the model, in {len(silent)} layers, the first {at},")
     shared = [layer for layer in probe.calls if not isinstance(layer, int) or layer < 0]
