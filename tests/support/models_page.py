@@ -117,9 +117,9 @@ a model: [refused.md](decisions/refused.md).
 
 Each type is a small model with random weights, with the kinds of layers of its published checkpoints, four layers or more. Its
 samples are compared with the module's plain forward in each of these settings: {settings}.
-In fp32, right means log-probs within 1e-5 in all of them. Where that is not reached, and in bf16, the engine must be at most 3 times as far as the plain
-forward from the same weights in a finer format (fp64, fp32). Configurations: `tests/support/families.py`. Results:
-[models.jsonl](models.jsonl).
+In fp32, right means log-probs within 1e-5 in all of them. Where that is not reached, and in bf16, the engine must be at most 3
+times as far as the plain forward from the same weights in a finer format (fp64, fp32), on average. Configurations:
+`tests/support/families.py`. Results: [models.jsonl](models.jsonl).
 
 {summary}
 ## Right
