@@ -85,7 +85,7 @@ def test_layers_of_another_kind_are_left_alone(family: str) -> None:
 
 def test_scores_that_are_not_computed() -> None:
     model = Model(tiny("qwen3", **SMALL), "qwen3")
-    model.asked[0]["sinks"] = (model.q_heads,)
+    model.asked[0]["sinks"] = (4,)
     with pytest.raises(NotFused, match="sinks or soft caps"):
         FusedDecoder(model.module, model.asked, None)
 

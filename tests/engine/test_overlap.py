@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.engine import devices, pipeline, worker
 from rollout.engine import engine as engine_module
+from rollout.engine.cpu.exact_modules import plain_products
 from rollout.engine.cuda.memory import to_device, to_host
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
@@ -371,6 +372,7 @@ def test_the_forward_of_a_decode_step_asks_for_no_value(name: str, monkeypatch: 
     for _ in range(4):
         e.step()
     model: Any = e.model
+    plain_products(model.module)  # as on a device: experts of ours on the CPU read which rows they get
     monkeypatch.setattr(model, "forward", lambda batch, kv, _: model.forward_transformers(batch, kv, NoAttention()))
     with Waits() as waits:
         e.pipeline.execute(e.scheduler.plan())

@@ -102,7 +102,7 @@ def test_other_models(name: str, dtype: str, caplog: pytest.LogCaptureFixture) -
     """Llamas run natively without offload; tied embeddings, which are in no decoder layer, stay tied; experts move along."""
     with caplog.at_level("INFO", "rollout.engine"):
         engine = an_engine((2, 1, 2), name, dtype=dtype)
-    assert ("weight_offload streams them" in caplog.text) == name.startswith("llama")
+    assert "weight_offload streams them" in caplog.text
     assert same(run(engine, probe()), run(an_engine(None, name, dtype=dtype), probe()))
 
 

@@ -16,6 +16,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward import shapes
 from rollout.engine.forward.random_weights import draw, load_module
 from rollout.engine.forward.shapes import is_random
+from rollout.engine.paths import cache_dir
 from rollout.models import ModelNotFound, resolve
 from tests.support.families import build
 from tests.support.toy import group, run
@@ -32,6 +33,10 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, but for the compiled kernels."""
+    compiled = cache_dir() / "native"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "native").symlink_to(compiled)
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
 
 
