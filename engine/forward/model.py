@@ -293,7 +293,7 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> tuple[dict[int, d
         raise UnsupportedModel(
             f"{name} ({config.model_type}): a forward of two tokens with our attention failed: {in_one_line(error)}"
         ) from error
-    _refuse_layers(probe, recurrence, config, name)
+    _refuse_layers(module, probe, recurrence, config, name)
     return dict(sorted(probe.layers.items())), recurrence
 
 
@@ -305,23 +305,32 @@ def _geometry_of_states(recurrence: Recurrence, config: Any, name: str) -> State
         raise UnsupportedModel(f"{name} ({config.model_type}): {error} is not supported") from error
 
 
-def _refuse_layers(probe: AttentionProbe, recurrence: Recurrence, config: Any, name: str) -> None:
-    """Raise UnsupportedModel for attention that is not supported."""
+def _refuse_layers(module: torch.nn.Module, probe: AttentionProbe, recurrence: Recurrence, config: Any, name: str) -> None:
+    """Raise UnsupportedModel for attention or recurrence that is not supported."""
 
     def refuse(feature: str) -> NoReturn:
         raise UnsupportedModel(f"{name} ({config.model_type}): {feature} is not supported")
 
+    if silent := sorted({layer for layer, shapes in recurrence.mixers if not shapes.convs}):
+        at = mixer_of(module, silent[0], config)
+        refuse(f"recurrence that does not get the keyword arguments of the model, in {len(silent)} layers, the first {at},")
+    shared = [layer for layer in probe.calls if not isinstance(layer, int) or layer < 0]
+    if shared:
+        refuse(f"an attention module that several layers share, called {probe.calls[shared[0]]} times in a forward,")
     if often := sorted(layer for layer, calls in probe.calls.items() if calls > 1):
         refuse(f"attention with {probe.calls[often[0]]} calls in layer {often[0]}, which would overwrite each other's KV,")
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     mixing = {layer for layer, kind in enumerate(types) if kind not in WITHOUT_TOKENS}
-    if (found := set(probe.layers) | recurrence.layers) != mixing or not probe.layers:
-        both = f"attention in {len(probe.layers)} and recurrence in {len(recurrence.layers)}"
+    found = set(probe.layers) | recurrence.layers
+    if left := sorted(mixing - found):
+        at = mixer_of(module, left[0], config)
         refuse(
-            f"{both} of {len(mixing)} layers that mix tokens"
-            if recurrence.layers
-            else f"attention in {len(found)} of {len(mixing)} layers"
+            f"mixing of tokens outside transformers' functions for it, in {len(left)} of {len(mixing)} layers, the first {at},"
         )
+    if not probe.layers:
+        refuse("a model of recurrent layers alone, without attention,")
+    if found != mixing:
+        refuse(f"attention or recurrence in {len(found)} layers, of which {len(mixing)} mix tokens,")
     for layer, asked in probe.layers.items():
         for feature in asked["other"]:
             refuse(f"attention feature {feature!r} of layer {layer}")
@@ -345,6 +354,23 @@ def geometry_of(asked: dict[int, dict[str, Any]], dtype: torch.dtype) -> tuple[K
     shapes = [LayerShape(*(asked[layer][size] for size in ("kv_heads", "head_dim", "value_dim"))) for layer in own]
     places = {layer: KVPlace(own.index(each["stored_by"]), each["stored_by"] == layer) for layer, each in asked.items()}
     return KVGeometry.of(shapes, dtype), places
+
+
+MIXERS = ("attention", "attn", "mixer", "recurrent", "lstm", "ssm", "mamba", "conv")
+"""parts of the names of classes that mix tokens"""
+
+
+def mixer_of(module: torch.nn.Module, layer: int, config: Any) -> str:
+    """Return name and function of what mixes tokens in a decoder layer, as well as names of classes tell."""
+    lists = ((name, each) for name, each in module.named_modules() if isinstance(each, torch.nn.ModuleList))
+    of_text = (pair for pair in lists if len(pair[1]) == config.num_hidden_layers and "vision" not in pair[0])
+    name, layers = next(of_text, ("", None))
+    if layers is None:
+        return f"layer {layer}"
+    inside = [(path, each, type(each).__name__.lower()) for path, each in layers[layer].named_modules() if path]
+    fits = ((path, each) for path, each, kind in inside if "norm" not in kind and any(part in kind for part in MIXERS))
+    path, found = min(fits, key=lambda pair: pair[0].count("."), default=("", layers[layer]))
+    return f"{name}.{layer}{'.' * bool(path)}{path} ({type(found).__name__}.forward)"
 
 
 def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:

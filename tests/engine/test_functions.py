@@ -280,13 +280,14 @@ def test_experts_have_whole_vectors_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 ODD = {"intermediate_size": 100, "vocab_size": 197}
 S, F = "sliding_attention", "full_attention"
+NARROWER = {"hidden_size": 72, "head_dim": 18}
 GEMMA4 = {"hidden_size_per_layer_input": 8, "num_hidden_layers": 2, "layer_types": [S, F], "sliding_window": 16,
           "num_kv_shared_layers": 0}  # fmt: skip
 FAMILIES: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {**ODD, "hidden_act": "gelu_pytorch_tanh"}, "auto"), ("llama", {**ODD, "hidden_size": 72}, "auto"),
+    ("llama", {**ODD, "hidden_act": "gelu_pytorch_tanh"}, "auto"), ("llama", {**ODD, **NARROWER}, "auto"),
     ("gemma3_text", ODD, "auto"), ("gemma4_text", {**ODD, **GEMMA4}, "auto"), ("starcoder2", ODD, "auto"), ("phi", ODD, "auto"),
     ("olmo2", {**ODD, "intermediate_size": 44}, "auto"), ("gpt_bigcode", {"n_inner": 100}, "auto"), ("apertus", ODD, "auto"),
-    ("gemma3_text", ODD, "torch"), ("llama", {**ODD, "hidden_size": 72}, "torch"),
+    ("gemma3_text", ODD, "torch"), ("llama", {**ODD, **NARROWER}, "torch"),
 ]  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def test_temperature_scales_logprobs() -> None:
     [
         ("doge", {"num_key_value_heads": 4}, "dynamic_mask|mask"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention in 1 of 2 layers"),
+        ("minimax", {"num_local_experts": 4, "num_experts_per_tok": 2}, "in 1 of 2 layers, the first model.layers.1"),
     ],
 )
 def test_what_the_seam_does_not_serve_is_refused(name: str, overrides: dict, feature: str) -> None:
@@ -143,7 +143,7 @@ def test_shapes_that_the_kernel_lacks_take_the_reference(overrides: dict, caplog
 
 def test_keys_and_values_of_two_widths_survive_offload(copies_pay: None) -> None:
     """Latent attention with more children than the pool holds: through host memory and back, and right."""
-    model = families.build("deepseek_v3")
+    model = families.build("deepseek_v3", num_hidden_layers=2)
     trainer = copy.deepcopy(model)
     groups = prompts((40, 33), n=4, max_tokens=20)
     engine = tiny_engine(model=model, kv_tokens=160, cpu_offload_gib=0.01)

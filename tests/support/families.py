@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import traceback
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.select_path import BATCH
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model, UnsupportedModel
+from rollout.engine.types import Group, Sample, Sampling
 from tests.support.tiny import COMMON, plain_logprobs
 from tests.support.toy import group, run
 
@@ -29,7 +32,7 @@ MOST_PARAMETERS = 20_000_000
 """of a model that is called tiny"""
 FP32_BOUND = 1e-5
 PROMPTS = (5, 37, 70)
-SLIDING = ["sliding_attention", "full_attention"]
+SMALL = {**COMMON, "num_hidden_layers": 4}
 MOE = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_group": 1,
@@ -38,85 +41,162 @@ MOE = {
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MLA_MOE = {**MOE, **MLA, "num_key_value_heads": 4}
 NARROW = {"head_dim": 16}
+OMITTED = "omitted"
+"""instead of a value: an argument that a configuration has not"""
+DELTA = {
+    **NARROW,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32}
 GEMMA4 = {
-    "num_hidden_layers": 10, "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "num_kv_shared_layers": 5,
-    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 1, "sliding_window": 12, "use_double_wide_mlp": True,
+    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 1, "num_kv_shared_layers": 5, "use_double_wide_mlp": True,
     "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 """Gemma 4 E2B in small: heads of two sizes, layers that share KV, an embedding a layer"""
-GEMMA4_WITHOUT_V = {
-    "num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"], "head_dim": 16,
-    "global_head_dim": 32, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
-    "num_kv_shared_layers": 0, "sliding_window": 12, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199,
-    "use_double_wide_mlp": False,
+GEMMA4_31B = {
+    "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199,
+    "use_double_wide_mlp": False, "use_bidirectional_attention": "vision",
 }  # fmt: skip
 """Gemma 4 31B in small: two numbers of heads too, and V computed from K"""
 GEMMA3N = {
-    "num_hidden_layers": 10, "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "num_kv_shared_layers": 5,
-    "head_dim": 16, "sliding_window": 12, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16,
+    "head_dim": 16, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 5,
     "laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6,
 }  # fmt: skip
-FOUR = {"num_hidden_layers": 4}
-LINEAR = ["linear_attention"] * 3 + ["full_attention"]
-"""as published: one layer in four has attention"""
-DELTA = {**FOUR, **NARROW, "layer_types": LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32}
+S, F, L, C, H, DSA = (
+    "sliding_attention", "full_attention", "linear_attention", "conv", "hybrid", "indexed_attention",
+)  # fmt: skip
+PATTERNS: dict[str, list[str]] = {
+    **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "mellum", "olmo3"), [S, S, S, F]),
+    **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa", "laguna", "ministral"), [F, S, S, S]),
+    **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), [S, F, S, F]),
+    **dict.fromkeys(("beam", "gemma3_text", "gemma4_unified_text"), [S, S, S, S, S, F]),
+    **dict.fromkeys(("gemma4_text", "gemma3n_text"), [S, S, S, S, F] * 2),
+    **dict.fromkeys(
+        ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+         "qwen3_next"), [L, L, L, F]),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), [C, C, F, C]),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"), [DSA] * 4),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), ["hybrid_sliding"] * 3 + [H]),
+    **dict.fromkeys(("zamba", "zamba2"), [L, L, H, L, H]),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), [L] * 4),
+    **dict.fromkeys(("falcon_h1", "zaya"), [H] * 4),
+    "bamba": [L, L, F, L],
+    "cohere_compass_text": [S, S, S, F],
+    "deepseek_v4": ["heavily_compressed_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+                    "heavily_compressed_attention"],
+    "dots3_note_text": [DSA, S, S, DSA],
+    "flint": [F, F, S, S],
+    "jamba": [L, L, F, L],
+    "kolibri1": [S, S, S, S, F],
+    "lfm3": [C, F, C, S],
+    "llama4_text": ["chunked_attention"] * 3 + [F],
+    "mimo_v2_flash": [F, S, S, S, S, F],
+    "minimax_m3_vl_text": [F, *["minimax_m3_sparse"] * 3],
+    "modernbert-decoder": [F, S, S, F],
+    "nemotron_h": [L, "moe", F, "mlp", L, "moe"],
+    "qwen4_exp_text": [L, L, L, DSA],
+    "recurrent_gemma": [L, L, S, L],
+}  # fmt: skip
+"""layer types of published checkpoints, shortened; every family has four layers or more, and each kind of layer that its
+checkpoints have"""
+NOT_BY_LAYER_TYPES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [2]},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "modernbert-decoder": {"global_attn_every_n_layers": 3, "local_attention": 24},
+    "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 12},
+    "zamba": {"layers_block_type": PATTERNS["zamba"]},
+    "zamba2": {"layers_block_type": PATTERNS["zamba2"]},
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1"), {}),
+}
+"""configurations that follow a pattern by other arguments than layer_types"""
 EXPERTS = (
     "afmoe", "axk1", "axk2", "deepseek_v4", "ernie4_5_moe", "exaone_moe", "glm4_moe", "gpt_oss", "hy_v3", "hy_v4",
     "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "longcat_flash", "mellum",
-    "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
     "qwen3_next", "qwen4_exp_text", "solar_open", "zaya", "dots1", "hunyuan_v1_moe", "llama4_text", "phimoe", "mixtral",
+    "jamba", "granitemoehybrid", "cohere2_moe", "beam", "flint",
 )  # fmt: skip
 OVERRIDES: dict[str, dict[str, Any]] = {
     **{name: MOE for name in EXPERTS},
     **{name: MLA_MOE for name in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "youtu",
-                                  "axk1", "axk2", "minicpm3", "kimi_linear", "longcat_flash", "dots3_note_text")},
-    **{name: {"decoder_layers": 2, "encoder_layers": 2, "d_model": 64, "decoder_attention_heads": 4, "is_decoder": True,
+                                  "axk1", "axk2", "minicpm3")},
+    **{name: {"decoder_layers": 4, "encoder_layers": 4, "d_model": 64, "decoder_attention_heads": 4, "is_decoder": True,
               "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "is_encoder_decoder": False}
        for name in ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
-                    "whisper", "xglm", "trocr", "speech_to_text_2")},
+                    "xglm", "trocr", "speech_to_text_2")},
     **{name: {"is_decoder": True} for name in
        ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-        "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod")},
-    "dots1": {**MOE, "layer_types": ["full_attention"] * 2},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 12},
+        "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl")},
+    "bailing_hybrid": {**MLA_MOE, "num_attention_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "num_mtp_layers": 0},
+    "bamba": MAMBA,
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {S: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                                                F: None}},
+    "dbrx": {"d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 512,
+             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+             "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
+    "deepseek_v4": {**MOE, "head_dim": 16, "q_lora_rank": 24, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16},
+    "dots3_note_text": {**MLA_MOE, "index_n_heads": 2, "index_head_dim": 16,
+                        **{f"swa_{key}": value for key, value in {**MLA, "num_attention_heads": 4, "num_key_value_heads": 4,
+                                                                  "head_dim": 24}.items()}},
+    "falcon_h1": {**NARROW, **MAMBA, "mamba_d_ssm": 128},
+    "gemma2": NARROW,
+    "gemma3_text": NARROW,
+    "gemma3n_text": GEMMA3N,
+    "dots3_note": {"vision_config": {"pyramid_num_routed": [-1, -1, 4, 4], "num_hidden_layers": 4, "embed_dim": 64,
+                                     "num_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32, "adapter_in_dim": 64,
+                                     "adapter_out_dim": 64},
+                   "audio_config": {**SMALL, "downsample_hidden_size": 16, "adapter_input_size": 64, "adapter_out_dim": 64}},
+    "gemma4_unified": {"vision_config": {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 16}},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_31B,
+    "whisper": {"decoder_layers": 4, "encoder_layers": 4, "d_model": 64, "decoder_attention_heads": 4, "is_decoder": True,
+                "encoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "max_target_positions": 512},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 12},
+    "gpt_oss": {**MOE, **NARROW},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {**MOE, **MAMBA, "shared_intermediate_size": 32},
+    **{name: {"head_dim": 32} for name in ("granite", "llama", "qwen2")},
+    "helium": {"head_dim": 32, "num_attention_heads": 2},
     "hunyuan_v1_dense": NARROW,
     "hunyuan_v1_moe": {**MOE, **NARROW},
-    "ministral": {**NARROW, "sliding_window": 12, "layer_types": SLIDING},
-    "gemma3_text": {**NARROW, "sliding_window": 12, "layer_types": SLIDING},
-    "gemma3n_text": GEMMA3N,
-    "gemma4_text": GEMMA4,
-    "gemma4_unified_text": GEMMA4_WITHOUT_V,
-    "lfm2": {**FOUR, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {**MOE, **FOUR, "layer_types": ["conv", "full_attention"] * 2},
+    "kimi_linear": {**MLA_MOE, "linear_head_dim": 16, "linear_num_heads": 4},
+    "laguna": {**MOE, **NARROW, "num_attention_heads_per_layer": [4, 8, 8, 8]},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm3": NARROW,
+    "llama4_text": {**MOE, **NARROW, "intermediate_size_mlp": 96, "num_experts_per_tok": 1, "attention_chunk_size": 16},
+    "longcat_flash": {**MLA_MOE, "num_layers": 4, "head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32,
+                      "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mimo_v2_flash": {**MOE, **NARROW, "v_head_dim": 12},
+    "ministral": {"head_dim": 32},
+    "mistral": {"head_dim": 32, "sliding_window": 12},
+    "nemotron_h": {**MOE, **NARROW, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+                   "chunk_size": 32, "moe_shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {**DELTA, "num_key_value_heads": 4},
+    "phimoe": {**MOE, "sliding_window": 12},
+    **{name: {"sliding_window": 12} for name in ("moshi", "phi3", "phi4_multimodal", "starcoder2")},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**MOE, **DELTA},
     "qwen3_next": {**MOE, **DELTA},
-    "olmo_hybrid": {**DELTA, "num_key_value_heads": 4},
-    "kimi_linear": {**MLA_MOE, **FOUR, "layer_types": LINEAR, "linear_head_dim": 16, "linear_num_heads": 4,
-                    "num_key_value_heads": 4},
-    "granitemoehybrid": {**MOE, **FOUR, **MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2,
-                         "shared_intermediate_size": 32},
-    "nemotron_h": {**MOE, **FOUR, **NARROW, "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"],
-                   "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
-                   "moe_shared_expert_intermediate_size": 32},
-    "falcon_h1": {**FOUR, **NARROW, **MAMBA, "mamba_d_ssm": 128},
-    "bamba": {**FOUR, **MAMBA, "attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"layer_types": SLIDING},
-    "codegen": {"rotary_dim": 8},
-    "gptj": {"rotary_dim": 8},
-    "helium": NARROW,
-    "reformer": {"is_decoder": True},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
-    "llama4_text": {**MOE, **NARROW, "intermediate_size_mlp": 96, "num_experts_per_tok": 1},
+    "qwen4_exp_text": {**MOE, **DELTA, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+                       "indexer_budget": 32, "indexer_compress_ratio": 4, "ple_layer_ids": []},
+    "prophetnet": {"num_hidden_layers": OMITTED, "num_decoder_layers": 4, "num_encoder_layers": 4, "decoder_ffn_dim": 96,
+                   "num_decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False},
+    "reformer": {"is_decoder": True, "num_hidden_layers": OMITTED, "attn_layers": ["local", "lsh"] * 2,
+                 "axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 48], "attention_head_size": 16,
+                 "feed_forward_size": 96},
+    "xlnet": {"max_position_embeddings": OMITTED, "d_model": 64, "n_layer": 4, "n_head": 4, "d_inner": 96},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "zamba2": {"n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 32, "num_key_value_heads": 4, "adapter_rank": 8},
     "zaya": {**MOE, "num_experts_per_tok": 1},
-    "phimoe": {**MOE, "sliding_window": 12},
-    "mistral": {"sliding_window": 12},
 }  # fmt: skip
-"""What a family needs beside COMMON to be small, or to be built at all"""
+"""What a family needs beside SMALL and its pattern to be small, or to be built at all"""
 
 
 class Outcome(NamedTuple):
@@ -124,14 +204,28 @@ class Outcome(NamedTuple):
     """right, refused, wrong, unclear (an error that says nothing, a crash, a time-out), or not built"""
     says: str = ""
     worst: float = 0.0
+    """largest difference of a log-prob"""
+    runs: str = ""
+    """decoder, kernels (the module with ours) or torch (the module; a token's bits depend on the batch)"""
+    why: str = ""
+    """reason why it is nothing better"""
+
+
+def published(name: str) -> dict[str, Any]:
+    """Return the arguments that give a family the kinds of layers of its published checkpoints, with narrow windows."""
+    if (pattern := PATTERNS.get(name)) is None:
+        return {}
+    layers = NOT_BY_LAYER_TYPES.get(name, {"layer_types": list(pattern)})
+    return {"num_hidden_layers": len(pattern), **({"sliding_window": 12} if "sliding" in " ".join(pattern) else {}), **layers}
 
 
 def sizes(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a family's configuration; one that is put together of others gets a small one in each place."""
-    options = {**COMMON, **OVERRIDES.get(name, {}), **overrides}
+    options = {**SMALL, **published(name), **OVERRIDES.get(name, {}), **overrides}
     for part in getattr(CONFIG_MAPPING[name], "sub_configs", {}):
-        options.setdefault(part, {**COMMON, **OVERRIDES.get(f"{name}_text", {})} if "text" in part else dict(COMMON))
-    return options
+        text = f"{name}_text"
+        options.setdefault(part, {**SMALL, **published(text), **OVERRIDES.get(text, {})} if "text" in part else dict(SMALL))
+    return {key: value for key, value in options.items() if value is not OMITTED}
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, scale: float = 4.0, **overrides: Any) -> PreTrainedModel:
@@ -162,43 +256,111 @@ def build(name: str, dtype: torch.dtype = torch.float32, scale: float = 4.0, **o
     return model
 
 
-def outcome(model: PreTrainedModel, name: str, prompts: tuple[int, ...] = PROMPTS, **config: Any) -> Outcome:
-    """Compare samples of an engine over the model with the model's plain forward: to 1e-5 in fp32, or within rounding. That is
-    where the engine is at most 3 times as far as the plain forward from the same weights in a finer format: fp32 for bf16, fp64
-    for fp32."""
-    plain = copy.deepcopy(model)
-    options = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 16, "max_batch_tokens": 64, "cpu_offload_gib": 0, **config}
-    dtype = str(model.dtype).removeprefix("torch.")
-    try:
-        engine = Engine(EngineConfig(dtype=dtype, threads=1, **options), Model(model, name))
-    except UnsupportedModel as error:
-        one_sentence = "\n" not in str(error) and len(str(error)) < 600
-        return Outcome("refused" if one_sentence else "unclear", str(error))
+class Setting(NamedTuple):
+    """What happens to sequences in an engine beside being sampled."""
+
+    config: dict[str, Any]
+    """of the engine, beside ROOMY"""
+    children: int
+    happened: str
+    """a count of `Engine.status` that must not be 0"""
+
+
+ROOMY: dict[str, Any] = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 16, "max_batch_tokens": 512, "cpu_offload_gib": 0}
+SETTINGS = {
+    "roomy": Setting({}, 1, "generated_tokens"),
+    "forked": Setting({}, 4, "forks"),
+    "in chunks": Setting({"max_batch_tokens": 17}, 1, "steps"),
+    "offloaded": Setting({"kv_tokens": 200, "cpu_offload_gib": 0.01}, 3, "offloads"),
+    "recomputed": Setting({"kv_tokens": 200}, 3, "recompute_preemptions"),
+    "over a turn": Setting({}, 2, "kept_tokens"),
+}
+"""what a family must be right in"""
+
+
+class Asked(NamedTuple):
+    """A prompt, and a sample of it."""
+
+    prompt: np.ndarray
+    sample: Sample
+
+
+def groups_of(prompts: tuple[int, ...], children: int, **sampling: Any) -> list[Group]:
+    """Make a group for each length of a prompt."""
     r = np.random.default_rng(0)
-    groups = [
-        group(f"g{i}", r.integers(24, 99, length), seed=i, n=2, max_tokens=12, ignore_eos=True)
-        for i, length in enumerate(prompts)
-    ]
+    options = {"n": children, "max_tokens": 12, "ignore_eos": True, **sampling}
+    return [group(f"g{i}", r.integers(24, 99, length), seed=i, **options) for i, length in enumerate(prompts)]
+
+
+def sampled(engine: Engine, setting: str, prompts: tuple[int, ...]) -> list[Asked]:
+    """Run groups through an engine: over a turn, each second prompt is the first one with a sample and more behind it. Raises
+    AssertionError for samples that failed."""
+    children = SETTINGS[setting].children
+    groups = groups_of(prompts, children, **({"kv_ttl_s": 100.0} if setting == "over a turn" else {}))
     samples = run(engine, groups)
-    if failed := {sample.error for sample in samples.values() if sample.finish_reason != "length"}:
-        return Outcome("unclear", str(failed))
-    pairs = [(each.prompt, samples[each.id, index]) for each in groups for index in range(2)]
-    rounded = [plain_logprobs(plain, prompt, sample) for prompt, sample in pairs]
-    if dtype == "float32":
-        worst = max(float(np.abs(s.logprobs - want).max()) for (_, s), want in zip(pairs, rounded, strict=True))
-        if worst <= FP32_BOUND:
-            return Outcome("right", engine.worker.backend.name, worst)
-    finer = plain.to(torch.float64 if dtype == "float32" else torch.float32)
-    try:
-        exact = [plain_logprobs(finer, prompt, sample) for prompt, sample in pairs]
-    except RuntimeError as error:  # torch has no grouped products in fp64, so experts have 1e-5 to keep to
-        return Outcome("wrong", f"{engine.worker.backend.name}: {str(error)[:80]}", worst)
-    mine = float(np.mean([np.abs(s.logprobs - want).mean() for (_, s), want in zip(pairs, exact, strict=True)]))
+    if setting == "over a turn":
+        more = np.arange(30, 37)
+        histories = [np.concatenate([each.prompt, samples[each.id, 1].token_ids, more]).astype(np.int32) for each in groups]
+        options = Sampling(n=2, max_tokens=8, seed=7, ignore_eos=True)
+        groups = [Group(f"{g.id}'", history, options, after=(g.id, 1)) for g, history in zip(groups, histories, strict=True)]
+        samples = run(engine, groups)
+    assert {sample.finish_reason for sample in samples.values()} == {"length"}, {sample.error for sample in samples.values()}
+    return [Asked(each.prompt, samples[each.id, index]) for each in groups for index in range(each.sampling.n)]
+
+
+def outcome(
+    model: PreTrainedModel, name: str, settings: Iterable[str] = SETTINGS, prompts: tuple[int, ...] = PROMPTS
+) -> Outcome:
+    """Compare samples of an engine over the model with the model's plain forward, in each setting: to 1e-5 in fp32, or within
+    rounding (`judged`). The first setting that is not right decides; otherwise the largest difference is returned."""
+    dtype, found = str(model.dtype).removeprefix("torch."), []
+    for setting in settings:
+        try:
+            config = EngineConfig(dtype=dtype, threads=1, **{**ROOMY, **SETTINGS[setting].config})  # type: ignore[arg-type]
+            engine = Engine(config, Model(copy.deepcopy(model), name))
+        except UnsupportedModel as error:
+            one_sentence = "\n" not in str(error) and len(str(error)) < 600
+            return Outcome("refused" if one_sentence else "unclear", str(error))
+        asked, status = sampled(engine, setting, prompts), engine.status()
+        if not status[SETTINGS[setting].happened]:
+            return Outcome("unclear", f"{setting}: no {SETTINGS[setting].happened}")
+        one = judged(model, asked)
+        if one.kind != "right":
+            return one._replace(says=f"{setting}: {one.says}")
+        found.append(one._replace(says=status["attention"], runs=runs(status), why=status["computed_by_reason"]))
+    return max(found, key=lambda each: each.worst)
+
+
+def runs(status: dict[str, Any]) -> str:
+    """Return what runs the layers of an engine."""
+    if status["computed_by"] != "module":
+        return "decoder"
+    return "torch" if BATCH in status["arithmetic"] else "kernels"
+
+
+def judged(plain: PreTrainedModel, asked: list[Asked]) -> Outcome:
+    """Compare samples with the plain forward: right to 1e-5 in fp32, or within rounding. That is where the engine is at most 3
+    times as far as the plain forward from the same weights in a finer format: fp32 for bf16, fp64 for fp32."""
+    rounded = [plain_logprobs(plain, prompt, sample) for prompt, sample in asked]
+    fp32 = plain.dtype == torch.float32
+    worst = max(float(np.abs(s.logprobs - want).max()) for (_, s), want in zip(asked, rounded, strict=True))
+    if fp32 and worst <= FP32_BOUND:
+        return Outcome("right", "", worst)
+    finer = finer_format(plain)
+    exact = [plain_logprobs(finer, prompt, sample) for prompt, sample in asked]
+    mine = float(np.mean([np.abs(s.logprobs - want).mean() for (_, s), want in zip(asked, exact, strict=True)]))
     theirs = float(np.mean([np.abs(one - want).mean() for one, want in zip(rounded, exact, strict=True)]))
-    least = 0 if dtype == "float32" else 2**-9
-    return Outcome(
-        "right" if mine <= 3 * theirs + least else "wrong", f"{engine.worker.backend.name}, plain {theirs:.1e}", mine
-    )
+    least = 0 if fp32 else 2**-9
+    says = f"{mine:.1e} from exact on average, the plain forward {theirs:.1e}"
+    return Outcome("right" if mine <= 3 * theirs + least else "wrong", says, worst)
+
+
+def finer_format(plain: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with the same weights in fp32, or in fp64 for fp32; experts in the form that torch has for fp64."""
+    finer = copy.deepcopy(plain).to(torch.float64 if plain.dtype == torch.float32 else torch.float32)
+    if finer.dtype == torch.float64 and any("Experts" in type(each).__name__ for each in finer.modules()):
+        finer.set_experts_implementation("eager")  # torch has no grouped products in fp64
+    return finer
 
 
 def both(name: str) -> dict[str, Outcome]:
