@@ -139,8 +139,9 @@ class StateSlots:
         for seq in sequences:
             source = seq.state_in or (seq.state_out if seq.cached else None)
             assert seq.state_out is not None and seq.state_out.device is not None
-            assert source is None or source.device is not None, "a running sequence whose state is not on the device"
-            reads.append(-1 if source is None else source.device)
+            slot = -1 if source is None else source.device
+            assert slot is not None, "a running sequence whose state is not on the device"
+            reads.append(slot)
             writes.append(seq.state_out.device)
         return reads, writes
 
