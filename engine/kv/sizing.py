@@ -68,6 +68,8 @@ def state_sizes(
         sizes = sizes._replace(host=blocks_in_host_memory(config, bytes_per_block, sizes.device + on_top, memory))
     host = min(2 * device, int(sizes.host * bytes_per_block * STATES_RATIO // bytes_per_slot))
     blocks = sizes.device if config.kv_tokens is not None else sizes.device - -(-device * bytes_per_slot // bytes_per_block)
+    if blocks < 1:
+        raise ValueError(f"{device} recurrent states leave no room for a KV block of {bytes_per_block} bytes; raise kv_gib")
     on_host = sizes.host - -(-host * bytes_per_slot // bytes_per_block)
     return SlotCounts(device, host), sizes._replace(device=blocks, host=on_host)
 

@@ -116,14 +116,16 @@ class StateSlots:
         return (state.device is None) + (not self._own(state))
 
     def make_room(self, slots: int, keep: Block | None = None) -> bool:
-        """Evict states of waiting sequences, oldest first, until so many device slots are available: to host memory, or if that
-        is full for good, so that their sequences are prefilled again. keep: a state that stays. Returns whether there is room;
-        if not, nothing is evicted."""
-        idle = [block for block in self.store.idle if block is not keep]
+        """Evict states of waiting sequences until so many device slots are available: to host memory, or if that is full for
+        good, so that their owners are prefilled again. Those with the fewest owners first, of these the newest, as KV. keep: a
+        state that stays. Returns whether there is room; if not, nothing is evicted."""
         short = slots - self.store.available
+        if short <= 0:
+            return True
+        idle = [block for block in reversed(self.store.idle) if block is not keep]
         if short > len(idle):
             return False
-        for block in idle[: max(0, short)]:
+        for block in sorted(idle, key=lambda block: block.owners)[:short]:
             if not self.store.offload(block):
                 self.store.drop(block)
         return True
@@ -139,8 +141,9 @@ class StateSlots:
         for seq in sequences:
             source = seq.state_in or (seq.state_out if seq.cached else None)
             assert seq.state_out is not None and seq.state_out.device is not None
-            assert source is None or source.device is not None, "a running sequence whose state is not on the device"
-            reads.append(-1 if source is None or source.device is None else source.device)
+            slot = -1 if source is None else source.device
+            assert slot is not None, "a running sequence whose state is not on the device"
+            reads.append(slot)
             writes.append(seq.state_out.device)
         return reads, writes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.commands.arguments import StatusArgs
 from rollout.commands.connecting import connected
-from rollout.commands.lines import counted, duration, model_name
+from rollout.commands.lines import bytes_of, counted, duration, model_name
 from rollout.transport.errors import RequestTimeout, ServiceLost, shown
 
 MOST_CLIENTS = 4
@@ -46,6 +46,7 @@ def report(status: Mapping[str, Any]) -> list[str]:
         ("groups", f"{status.get('groups', 0):,} open, {status['running']:,} samples running, {status['waiting']:,} waiting"),
         ("ended", _ended(status)),
         *(("KV", line) for line in _pools(status.get("kv", {}))),
+        *(("states", line) for line in _states(status.get("states", {}))),
         *(("replicas", line) for line in _replicas(status)),
         *(("clients", line) for line in _clients(status["service"].get("clients", []))),
     ]
@@ -87,6 +88,11 @@ def _pools(kv: Mapping[str, Any]) -> Iterator[str]:
         if blocks := kv.get(f"{pool}_blocks", 0):
             used, cached = kv[f"{pool}_used"] / blocks, kv[f"{pool}_cached"] / blocks
             yield f"{pool}: {used:.0%} of {blocks * kv['block_size']:,} tokens in use, {cached:.0%} cached"
+
+
+def _states(states: Mapping[str, Any]) -> Iterator[str]:
+    if slots := states.get("slots", 0):
+        yield f"{states['used']} of {slots} slots in use, {bytes_of(states['bytes'])} each"
 
 
 def _replicas(status: Mapping[str, Any]) -> Iterator[str]:

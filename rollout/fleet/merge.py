@@ -33,7 +33,7 @@ def _merged(name: str, values: list[Any]) -> Any:
     return " / ".join(dict.fromkeys(map(str, values)))
 
 
-COUNTED = ("steps", "tokens", "seconds", "saved", "offloads", "resets", "blocks", "bytes", "moves", "draws")
+COUNTED = ("steps", "tokens", "seconds", "saved", "offloads", "resets", "blocks", "bytes", "moves", "draws", "states")
 
 
 def counters(status: Mapping[str, Any]) -> dict[str, Any]:
