@@ -1,7 +1,8 @@
 """Python interface of `c/experts.c`: products of experts, in one call for all of them.
 
-`sort_routes` sorts the choices of tokens by expert; of `ExpertKernels`, `grouped` multiplies each expert's rows with its matrix and
-`combine` adds up a token's results. Bits are those of a product for each expert (`rollout.engine.cpu.exact_modules`), whichever rows share it.
+`sort_routes` sorts the choices of tokens by expert; of `ExpertKernels`, `grouped` multiplies each expert's rows with its matrix
+and `combine` adds up a token's results. Bits are those of a product for each expert (`rollout.engine.cpu.exact_modules`),
+whichever rows share it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class ExpertKernels:
 
     @plain_calls
     def combine(self, x: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Return the sums [T, width] of results x [R, width] times weights [T, k], in order of expert, in fp32, rounded once."""
+        """Return the sums [T, width] of results x [R, width] times weights [T, k], in order of expert, in fp32,
+        rounded once."""
         x, weights = x.contiguous(), weights.float().contiguous()
         assert len(x) == len(routes.choice) and weights.shape == routes.place.shape
         out = x.new_empty(len(routes.place), x.shape[1])

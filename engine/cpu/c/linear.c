@@ -134,5 +134,6 @@ int64_t rollout_prepare(void) {
 
 const Field rollout_layout_products[] = {
     FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
-    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),   {NULL, NULL, 0, 0},
+    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),
+    FIELD(Tuning, wide), {NULL, NULL, 0, 0},
 };

@@ -181,8 +181,8 @@ static const StraightFn straights[2][STRAIGHT_ROWS] = {STRAIGHT_NAMES(WORDS), ST
 static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t *x, int64_t rows, const Tuning *t, Scratch *s,
                      float *sum, int dot) {
     const int64_t output = panel * LANES_PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
-    const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL, few = rows <= t->few;
-    const int64_t row = bytes_of(l, l->inputs), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL;
+    const int64_t row = bytes_of(l, l->inputs), few = rows <= t->few && !(dot && row >= t->wide), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
     const int nv = (int)((width + VL - 1) / VL), kind = dot ? DOT : l->is_bf16 && few ? WORDS : FLOATS;
     const int widened = l->is_bf16 && kind == FLOATS, per = kind == DOT || !l->is_bf16 ? 1 : 2; /* numbers of x for a word */
     const TileFn *tiles = kind == WORDS ? WORDS_tiles[0] : FLOATS_tiles[0];
