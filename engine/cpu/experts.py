@@ -79,18 +79,20 @@ class ExpertKernels:
         routes: Routes,
         gather: bool,
         gated: bool = False,
+        by_input: bool = False,
     ) -> torch.Tensor:
         """Return x · weight[expert]ᵀ (+ bias[expert]) for each row of `routes`, [R, outputs].
 
         Args:
             x: [T, inputs] if `gather`, else [R, inputs]; bf16 or fp32, on the CPU.
             weight, bias: [E, outputs, inputs], [E, outputs] or None, contiguous, of x's dtype.
+            by_input: the weight is [E, inputs, outputs]; not if `gated`.
             gated: outputs are two halves, gate and up: return silu(gate) · up, [R, outputs / 2].
         """
         k, groups, rows = routes.place.shape[1], len(routes.expert), len(routes.choice)
-        _, outputs, inputs = weight.shape
+        outputs, inputs = weight.shape[:0:-1] if by_input else weight.shape[1:]
         x, is_bf16 = x.contiguous(), x.dtype == torch.bfloat16
-        assert weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == inputs
+        assert not (gated and by_input) and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == inputs
         assert bias is None or (bias.is_contiguous() and bias.dtype == x.dtype)
         assert len(x) == (len(routes.place) if gather else rows) and (not groups or routes.expert[-1] < len(weight))
         out = x.new_empty(rows, outputs // 2 if gated else outputs)
@@ -98,7 +100,7 @@ class ExpertKernels:
         packed = self.kernels.packed(rows + PADDING * groups, (inputs,), x.dtype)
         room = np.empty((2, groups + 1), np.int64)
         work = _Grouped(
-            Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, inputs, is_bf16),
+            Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, inputs, is_bf16, by_input),
             gated, groups, k if gather else 0, *(each.ctypes.data for each in routes[:3]), room[0].ctypes.data,
             room[1].ctypes.data, x.data_ptr(), gathered.data_ptr(), packed.data_ptr(), out.data_ptr(),
         )  # fmt: skip

@@ -10,8 +10,9 @@ import torch
 
 from rollout.engine.cpu import exact_modules, isa
 from rollout.engine.cpu.exact_modules import plain_products, use_products
-from rollout.engine.cpu.experts import sort_routes
+from rollout.engine.cpu.experts import ExpertKernels, sort_routes
 from rollout.engine.cpu.isa import best
+from rollout.engine.cpu.kernels import Kernels
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import assert_same
 from tests.support.families import build
@@ -112,6 +113,22 @@ def test_random_mixes_of_groups(name: str) -> None:
             again = sample_logprobs(made, [(prompt, sample.token_ids) for prompt, sample in kept])
         for (_, sample), logprobs in zip(kept, again, strict=True):
             assert np.array_equal(logprobs.detach().numpy(), sample.logprobs), mix
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_odd_sizes(dtype: torch.dtype) -> None:
+    """In both layouts, as one product for each expert: 75 outputs and 1067 inputs, a chain of inputs that ends inside a word."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(3, 75, 1067, generator=generator).to(dtype), torch.randn(3, 75, generator=generator).to(dtype)
+    x, routes = torch.randn(19, 1067, generator=generator).to(dtype), sort_routes(np.array([[0, 2]] * 17 + [[2, 3]] * 2), 3)
+    assert routes.expert.tolist() == [0, 2] and routes.begin.tolist() == [0, 17, 36]
+    for each in isa.here():
+        kernels = Kernels(each)
+        want = torch.cat([kernels.linear(x[:17], weight[0], bias[0]), kernels.linear(x, weight[2], bias[2])])
+        for by_input in (False, True):
+            laid = weight.mT.contiguous() if by_input else weight
+            got = ExpertKernels(kernels).grouped(x, laid, bias, routes, gather=True, by_input=by_input)
+            assert torch.equal(got, want), (each, by_input)
 
 
 def test_routes_are_sorted_by_expert() -> None:

@@ -101,7 +101,7 @@ void rollout_linear(const Team *team, const Linear *l, const void *x, int64_t ro
 
 /* The most that x takes as any product of this type reads it. */
 int64_t rollout_packed_bytes(const Team *team, int64_t rows, int64_t inputs, int64_t is_bf16) {
-    const Linear l = {NULL, NULL, 1, inputs, is_bf16};
+    const Linear l = {.outputs = 1, .inputs = inputs, .is_bf16 = is_bf16};
     return product_for(&l, team->tuning)->packed_bytes(&l, rows);
 }
 
@@ -134,6 +134,7 @@ int64_t rollout_prepare(void) {
 
 const Field rollout_layout_products[] = {
     FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
+    FIELD(Linear, by_input),
     FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),
     FIELD(Tuning, wide), {NULL, NULL, 0, 0},
 };

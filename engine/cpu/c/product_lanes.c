@@ -31,8 +31,29 @@ INLINE void fetch(Ahead *ahead, int lines) {
         for (; ahead->at < stop; ahead->at += 64) __builtin_prefetch(ahead->at, 0, 2);
 }
 
+/* `block` where a weight lies as [inputs][outputs]. */
+INLINE void block_by_input(const Linear *l, int64_t output, int64_t word, vu *to) {
+    enum { SOON = 16 }; /* words that are fetched ahead */
+    const int64_t row = bytes_of(l, l->outputs), n = l->outputs - output;
+    const char *from = (const char *)l->w + bytes_of(l, output);
+    for (int j = 0; j < VL; j++) {
+        const int64_t first = l->is_bf16 ? 2 * (word + j) : word + j;
+        const char *p = from + first * row;
+        to[j] = all_words(0);
+        if (first < l->inputs) to[j] = l->is_bf16 ? (vu)load_some_bf16((const bf16 *)p, n, 0) >> 16
+                                                  : (vu)load_some((const float *)p, n, 0);
+        if (l->is_bf16 && first + 1 < l->inputs) to[j] |= (vu)load_some_bf16((const bf16 *)(p + row), n, 0);
+        __builtin_prefetch(p + SOON * (l->is_bf16 ? 2 : 1) * row, 0, 3);
+        if (l->is_bf16) __builtin_prefetch(p + (2 * SOON + 1) * row, 0, 3);
+    }
+}
+
 /* VL words, from number `word` on, of VL outputs, from number `output` on; zero where the matrix ends. */
 INLINE void block(const Linear *l, int64_t output, int64_t word, vu *to) {
+    if (l->by_input) {
+        block_by_input(l, output, word, to);
+        return;
+    }
     const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, outputs = l->outputs - output;
     const char *from = (const char *)l->w + output * row + 4 * word;
     char copy[VL][4 * VL];
@@ -182,7 +203,8 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
                      float *sum, int dot) {
     const int64_t output = panel * LANES_PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
     const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL;
-    const int64_t row = bytes_of(l, l->inputs), few = rows <= t->few && !(dot && row >= t->wide), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int64_t row = bytes_of(l, l->inputs), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int64_t few = rows <= t->few && !l->by_input && !(dot && row >= t->wide);
     const int nv = (int)((width + VL - 1) / VL), kind = dot ? DOT : l->is_bf16 && few ? WORDS : FLOATS;
     const int widened = l->is_bf16 && kind == FLOATS, per = kind == DOT || !l->is_bf16 ? 1 : 2; /* numbers of x for a word */
     const TileFn *tiles = kind == WORDS ? WORDS_tiles[0] : FLOATS_tiles[0];

@@ -14,6 +14,7 @@ enum { PANEL = 48, ROWS = 256 }; /* floats between two rows of sums; rows that m
 typedef struct {
     const void *w, *bias; /* [outputs][inputs], [outputs] or NULL */
     int64_t outputs, inputs, is_bf16;
+    int64_t by_input; /* the weight lies as [inputs][outputs] */
 } Linear;
 
 INLINE int64_t bytes_of(const Linear *l, int64_t numbers) { return numbers * (l->is_bf16 ? 2 : 4); }
@@ -48,6 +49,7 @@ INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const 
         if (!then || panel - panels(l, product) >= panels(then, product)) return (Ahead){NULL, NULL};
         panel -= panels(l, product), l = then;
     }
+    if (l->by_input) return (Ahead){NULL, NULL}; /* scattered */
     const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
     const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->inputs);
     return (Ahead){w, w + bytes_of(l, outputs * l->inputs)};
