@@ -55,7 +55,8 @@ class TorchProducts:
     """torch's products, in pieces of rows found by trial: all rows at once if torch gives a row the same bits at every
     position, else padded to whole tiles, else as few rows at a time as needed."""
 
-    isa, arithmetic, experts = "torch", torch_arithmetic(), None
+    isa, arithmetic = "torch", torch_arithmetic()
+    experts: ExpertKernels | None = None
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
     """rows below which torch uses another code path on every CPU"""
     TRIED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 129, 213, 513, 1000)

@@ -63,7 +63,8 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         raise InputError(f"isa {setup.options.isa}: the products of experts need a native instruction set")
     kernels.threads = setup.threads
     dtype, threads = getattr(torch, setup.options.dtype), kernels.team().threads
-    machine = ProductRates(kernels, torch.empty(WEIGHT_BYTES // 2, dtype=torch.bfloat16).fill_(0.01))
+    weights = torch.empty(WEIGHT_BYTES // 2, dtype=torch.bfloat16).fill_(0.01)
+    machine = ProductRates(kernels, weights, WEIGHT_BYTES)  # all of it, or a part comes from a large cache
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -117,7 +117,7 @@ def test_random_mixes_of_groups(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_grouped_products_of_odd_sizes(dtype: torch.dtype) -> None:
-    """In both layouts, as one product for each expert: 75 outputs and 1067 inputs, a chain of inputs that ends inside a word."""
+    """In both layouts, as a product for each expert: 75 outputs and 1067 inputs, whose second chain ends inside a word."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(3, 75, 1067, generator=generator).to(dtype), torch.randn(3, 75, generator=generator).to(dtype)
     x, routes = torch.randn(19, 1067, generator=generator).to(dtype), sort_routes(np.array([[0, 2]] * 17 + [[2, 3]] * 2), 3)
