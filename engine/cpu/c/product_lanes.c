@@ -31,7 +31,8 @@ INLINE void fetch(Ahead *ahead, int lines) {
         for (; ahead->at < stop; ahead->at += 64) __builtin_prefetch(ahead->at, 0, 2);
 }
 
-/* `block` where a weight lies as [inputs][outputs]. */
+/* VL words, from number `word` on, of VL outputs, from number `output` on, of a weight that lies as [inputs][outputs]: zeros beyond
+   its end. */
 INLINE void block_by_input(const Linear *l, int64_t output, int64_t word, vu *to) {
     enum { SOON = 16 }; /* words that are fetched ahead */
     const int64_t row = bytes_of(l, l->outputs), n = l->outputs - output;
@@ -48,36 +49,42 @@ INLINE void block_by_input(const Linear *l, int64_t output, int64_t word, vu *to
     }
 }
 
-/* VL words, from number `word` on, of VL outputs, from number `output` on; zero where the matrix ends. */
-INLINE void block(const Linear *l, int64_t output, int64_t word, vu *to) {
-    if (l->by_input) {
-        block_by_input(l, output, word, to);
-        return;
-    }
+/* VL words, from number `word` on, of VL outputs, from number `output` on, where the matrix ends among them: zeros beyond. */
+INLINE void block_at_edge(const Linear *l, int64_t output, int64_t word, vu *to) {
     const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, outputs = l->outputs - output;
-    const char *from = (const char *)l->w + output * row + 4 * word;
     char copy[VL][4 * VL];
-    if (outputs < VL || left < 4 * VL) {
-        memset(copy, 0, sizeof copy);
-        for (int i = 0; i < VL && i < outputs; i++)
-            memcpy(copy[i], from + i * row, (size_t)(left < 4 * VL ? left : 4 * VL));
-        transpose(copy[0], 4 * VL, to);
-        return;
-    }
-    transpose(from, row, to);
+    memset(copy, 0, sizeof copy);
+    for (int i = 0; i < VL && i < outputs; i++)
+        memcpy(copy[i], (const char *)l->w + (output + i) * row + 4 * word, (size_t)(left < 4 * VL ? left : 4 * VL));
+    transpose(copy[0], 4 * VL, to);
 }
 
-/* The same, packed: as they are, or bf16 widened to fp32, of each pair the odd one first. */
-INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *packed, int widened) {
-    vu t[VL] = {{0}};
-    block(l, output, word, t);
+/* Words as they are, or bf16 widened to fp32, of each pair the odd one first. */
+INLINE void put_words(const vu *t, uint32_t *packed, int widened) {
     if (widened)
-        UNROLL for (int j = 0; j < VL; j++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) {
             store_words(packed + (2 * j) * PANEL, t[j] & all_words(0xffff0000u));
             store_words(packed + (2 * j + 1) * PANEL, t[j] << 16);
         }
     else
-        UNROLL for (int j = 0; j < VL; j++) store_words(packed + j * PANEL, t[j]);
+        _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) store_words(packed + j * PANEL, t[j]);
+}
+
+/* VL words, from number `word` on, of VL outputs, from number `output` on, packed. */
+INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *packed, int widened) {
+    const int64_t row = bytes_of(l, l->inputs);
+    if (!l->by_input && l->outputs - output >= VL && row - 4 * word >= 4 * VL) { /* a block that stays in registers */
+        vu t[VL];
+        transpose((const char *)l->w + output * row + 4 * word, row, t);
+        put_words(t, packed, widened);
+        return;
+    }
+    vu t[VL];
+    if (l->by_input)
+        block_by_input(l, output, word, t);
+    else
+        block_at_edge(l, output, word, t);
+    put_words(t, packed, widened);
 }
 
 /* ---- tiles: acc[rows][nv vectors] += x[rows][words] · packed[words][nv vectors] ---- */
