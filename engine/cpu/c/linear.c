@@ -136,5 +136,5 @@ const Field rollout_layout_products[] = {
     FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
     FIELD(Linear, by_input),
     FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),
-    FIELD(Tuning, wide), {NULL, NULL, 0, 0},
+    {NULL, NULL, 0, 0},
 };

@@ -1,9 +1,6 @@
 /* Measures the peak speed of multiplications and of memory reads here, for `rollout bench products` and for the choice between
    instructions. */
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 #include <pthread.h>
 #include <time.h>
 
@@ -110,30 +107,16 @@ void rollout_read(const Team *team, const void *data, int64_t bytes) {
     run(team, read_all, &m);
 }
 
-/* Whether this is a Zen 5. */
-static int is_zen5(void) {
-#if defined(__x86_64__)
-    unsigned a, b, c, d;
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amd") && __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 26;
-#else
-    return 0;
-#endif
-}
-
 /* Fill in what is best here. vdpbf16ps: some CPUs take two cycles for it, in which two FMA of the same bits do as much each; that is
-   measured, in about a millisecond. The others are from measurements on Zen 4 (first line) and Emerald Rapids; `wide` on Zen 5, where
-   lines of many outputs that lie far apart came at 12 GB/s, and whole outputs at 15. */
+   measured, in about a millisecond. The others are from measurements on Zen 4 (first line) and Emerald Rapids. */
 void rollout_tune(Tuning *t) {
-    static const Tuning by_maker[2] = {{.piece = 256, .few = 8, .near = 4, .wide = INT64_MAX},
-                                       {.piece = 256, .few = VL == 16 ? 16 : 8, .near = 0, .wide = INT64_MAX}};
+    static const Tuning by_maker[2] = {{.piece = 256, .few = 8, .near = 4}, {.piece = 256, .few = VL == 16 ? 16 : 8, .near = 0}};
     int maker = 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     maker = !__builtin_cpu_is("amd");
 #endif
     *t = by_maker[maker];
-    if (is_zen5()) t->wide = 2048;
 #ifdef __AVX512BF16__
     t->dot = peak(DOT) >= 0.9 * peak(FMA);
     if (t->dot) t->few = 8;

@@ -211,7 +211,7 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
     const int64_t output = panel * LANES_PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
     const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL;
     const int64_t row = bytes_of(l, l->inputs), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
-    const int64_t few = rows <= t->few && !l->by_input && !(dot && row >= t->wide);
+    const int64_t few = rows <= t->few && !l->by_input;
     const int nv = (int)((width + VL - 1) / VL), kind = dot ? DOT : l->is_bf16 && few ? WORDS : FLOATS;
     const int widened = l->is_bf16 && kind == FLOATS, per = kind == DOT || !l->is_bf16 ? 1 : 2; /* numbers of x for a word */
     const TileFn *tiles = kind == WORDS ? WORDS_tiles[0] : FLOATS_tiles[0];

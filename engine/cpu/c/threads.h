@@ -47,7 +47,6 @@ typedef struct {
     int64_t piece; /* words of a panel that are transposed at once */
     int64_t few;   /* up to so many rows there is nothing to do but to read weights */
     int64_t near;  /* lines that are fetched ahead in each output then; 0: the panel that is read next, in order */
-    int64_t wide;  /* vdpbf16ps on outputs of so many bytes: as with more rows, whatever `few` says */
 } Tuning;
 
 typedef struct {
