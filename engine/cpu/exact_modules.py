@@ -24,8 +24,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.moe import _default_apply_gate
 
 from rollout.engine.cpu.backward import product
+from rollout.engine.cpu.experts import ExpertKernels, sort_routes
 from rollout.engine.cpu.functions import plain_calls, plain_functions
 from rollout.engine.cpu.products import DTYPES, Products, products_of
 
@@ -142,6 +144,8 @@ def exact_router(self: Any, *args: Any, **kwargs: Any) -> Any:
 def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """Forward of experts: hidden [T, H], the k experts of each token [T, k] and their weights [T, k] → [T, H]."""
     products, k = products_of(self.isa), top_k_index.shape[1]
+    if products.experts is not None and not torch.is_grad_enabled():
+        return _experts_at_once(self, products.experts, hidden, top_k_index, top_k_weights)
     first = _matrices(self, "gate_up_proj" if self.has_gate else "up_proj")
     second = _matrices(self, "down_proj")
     chosen, order = torch.sort(top_k_index.flatten(), stable=True)
@@ -160,6 +164,23 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
             out = self.post_expert_norm(out)
         total = total.index_add(0, tokens, out.float() * top_k_weights.flatten()[at].float()[:, None])
     return total.to(hidden.dtype)
+
+
+def _experts_at_once(
+    self: Any, kernels: ExpertKernels, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute `exact_experts` without gradients: the products of all experts in one call, in the same bits."""
+    routes = sort_routes(top_k_index.numpy(), self.num_experts)
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
+    by_input, plain_gate = self.is_transposed, type(self)._apply_gate is _default_apply_gate
+    in_c = self.has_gate and plain_gate and type(self.act_fn) is ExactSiLU and not by_input
+    inner = kernels.grouped(hidden, weight, bias, routes, gather=True, gated=in_c, by_input=by_input)
+    if not in_c:
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    bias = self.down_proj_bias if self.has_bias else None
+    out = kernels.grouped(inner, self.down_proj, bias, routes, gather=False, by_input=by_input)
+    return kernels.combine(self.post_expert_norm(out) if self.has_post_expert_norm else out, top_k_weights, routes)
 
 
 def _matrices(experts: Any, name: str) -> Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]:

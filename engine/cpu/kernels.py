@@ -48,9 +48,11 @@ class _Draw(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """`Linear` of c/products.h: addresses of a weight [outputs, inputs] and its bias."""
+    """`Linear` of c/products.h: addresses of a weight [outputs, inputs] (or [inputs, outputs] if `by_input`) and its bias."""
 
-    _fields_ = [("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("is_bf16", c_int64)]
+    _fields_ = [
+        ("w", c_void_p), ("bias", c_void_p), *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input")),
+    ]  # fmt: skip
 
 
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.experts import ExpertKernels
 from rollout.engine.cpu.functions import in_whole_vectors
 from rollout.engine.cpu.isa import here, isa_of
 from rollout.engine.cpu.kernels import Kernels, choose
@@ -26,6 +27,8 @@ class Products(Protocol):
     isa: str
     """instruction set, or "torch\""""
     arithmetic: str
+    experts: ExpertKernels | None
+    """None: the products of experts are made one by one"""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
@@ -53,6 +56,7 @@ class TorchProducts:
     position, else padded to whole tiles, else as few rows at a time as needed."""
 
     isa, arithmetic = "torch", torch_arithmetic()
+    experts: ExpertKernels | None = None
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
     """rows below which torch uses another code path on every CPU"""
     TRIED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 129, 213, 513, 1000)
@@ -119,6 +123,7 @@ class NativeProducts:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels, self.isa, self.arithmetic = kernels, kernels.isa, kernels.arithmetic
+        self.experts: ExpertKernels | None = ExpertKernels(kernels)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear(x, weight, bias)

@@ -12,6 +12,7 @@ import torch
 from rollout.bench import (
     conversations,
     delta,
+    experts,
     fidelity,
     fleet,
     host,
@@ -38,6 +39,7 @@ from rollout.config import InputError
 BENCHMARKS = {
     "conversations": Benchmark(conversations.measure, in_process=False),
     "delta": Benchmark(delta.measure, in_process=False),
+    "experts": Benchmark(experts.measure),
     "fidelity": Benchmark(fidelity.measure, any_kv=True),
     "fleet": Benchmark(fleet.measure, in_process=False),
     "host": Benchmark(host.measure),

@@ -34,10 +34,10 @@ SECONDS = 0.4
 
 
 class ProductRates:
-    """The best rates measured so far, with the threads of `kernels`."""
+    """The best rates measured so far, with the threads of `kernels`. read: bytes of `weights` that are read each time."""
 
-    def __init__(self, kernels: Kernels, weights: torch.Tensor) -> None:
-        self.kernels, self.weights = kernels, weights
+    def __init__(self, kernels: Kernels, weights: torch.Tensor, read: int = 48 * MIB) -> None:
+        self.kernels, self.weights, self.read = kernels, weights, read
         self.peaks = dict.fromkeys(KINDS, 0.0)
         self.bytes_per_second = 0.0
         for _ in range(3):
@@ -47,7 +47,7 @@ class ProductRates:
         for kind in self.peaks:
             self.peaks[kind] = max(self.peaks[kind], register_peak(self.kernels, kind))
         size, at = 4 * MIB, self.weights.data_ptr()
-        for first in range(0, 48 * MIB, size):
+        for first in range(0, self.read, size):
             self.bytes_per_second = max(self.bytes_per_second, reading(self.kernels, at + first, size))
 
 

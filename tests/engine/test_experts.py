@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
 from rollout.engine.cpu import exact_modules, isa
 from rollout.engine.cpu.exact_modules import plain_products, use_products
+from rollout.engine.cpu.experts import ExpertKernels, sort_routes
 from rollout.engine.cpu.isa import best
+from rollout.engine.cpu.kernels import Kernels
+from rollout.exact import sample_logprobs, use_exact
+from tests.support.equivalence import assert_same
 from tests.support.families import build
 from tests.support.samebits import (
     asked,
     assert_same_everywhere,
     assert_same_gradients,
     assert_same_in_a_trainer,
+    engine_of,
     gradients,
     prompt,
     samples_of,
 )
+from tests.support.toy import group, run
 
 MORE = ("mixtral", "glm4_moe", "nemotron_h", "qwen3_5_moe_text", "lfm2_moe", "olmoe", "minimax_m2", "granitemoe_swa")
 MIXTURES = ["qwen3_moe", "deepseek_v3", "gpt_oss", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
+TRAINED = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2")
+MIXES = 200
 pytestmark = pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
 
 
@@ -61,6 +70,72 @@ def test_empty_uneven_and_single_experts(name: str) -> None:
         with torch.no_grad():
             got, want = ours(hidden, index, weights), plain(hidden, index, weights)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_one_call_for_all_experts_has_the_bits_of_one_for_each(name: str, dtype: torch.dtype) -> None:
+    """Without gradients all experts are one call. Choices of no expert (number 4 here) are left out by both."""
+    made, generator = experts_of(name, dtype).requires_grad_(False), torch.Generator().manual_seed(0)
+    for each in isa.here():
+        use_products(made, each)
+        for tokens in (0, 1, 21, *((300,) if each == best() else ())):
+            hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
+            index = torch.rand(tokens, 5, generator=generator).topk(2).indices
+            index[: tokens // 2] = torch.tensor([3, 1])
+            weights = torch.rand(tokens, 2, generator=generator).to(dtype)
+            by_one = made(hidden, index, weights)
+            with torch.no_grad():
+                at_once = made(hidden, index, weights)
+            assert at_once.dtype == dtype and torch.equal(at_once, by_one), (each, tokens)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAINED)
+def test_random_mixes_of_groups(name: str) -> None:
+    """A group's samples alone are those in the mix, and an exact trainer has all log-probs, with gradients and without."""
+    made, r = build(name, torch.bfloat16), np.random.default_rng(0)
+    engine = engine_of(made, prefix_cache=False, max_batch_tokens=96)
+    use_exact(made, engine.arithmetic, block_size=8)
+    for mix in range(MIXES):
+        mixed = [
+            group(
+                f"{mix}.{i}", prompt(int(r.integers(1, 60)), int(r.integers(1 << 30))), n=int(r.integers(1, 5)),
+                max_tokens=int(r.integers(1, 9)), seed=mix, ignore_eos=True,
+            )
+            for i in range(int(r.integers(2, 6)))
+        ]  # fmt: skip
+        crowd = run(engine, mixed)
+        alone = run(engine, [mixed[int(r.integers(len(mixed)))]])
+        assert_same(alone, {key: crowd[key] for key in alone})
+        kept = [(each.prompt, crowd[each.id, index]) for each in mixed for index in each.wanted]
+        with torch.set_grad_enabled(mix % 2 == 0):
+            again = sample_logprobs(made, [(prompt, sample.token_ids) for prompt, sample in kept])
+        for (_, sample), logprobs in zip(kept, again, strict=True):
+            assert np.array_equal(logprobs.detach().numpy(), sample.logprobs), mix
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_odd_sizes(dtype: torch.dtype) -> None:
+    """In both layouts, as a product for each expert: 75 outputs and 1067 inputs, whose second chain ends inside a word."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(3, 75, 1067, generator=generator).to(dtype), torch.randn(3, 75, generator=generator).to(dtype)
+    x, routes = torch.randn(19, 1067, generator=generator).to(dtype), sort_routes(np.array([[0, 2]] * 17 + [[2, 3]] * 2), 3)
+    assert routes.expert.tolist() == [0, 2] and routes.begin.tolist() == [0, 17, 36]
+    for each in isa.here():
+        kernels = Kernels(each)
+        want = torch.cat([kernels.linear(x[:17], weight[0], bias[0]), kernels.linear(x, weight[2], bias[2])])
+        for by_input in (False, True):
+            laid = weight.mT.contiguous() if by_input else weight
+            got = ExpertKernels(kernels).grouped(x, laid, bias, routes, gather=True, by_input=by_input)
+            assert torch.equal(got, want), (each, by_input)
+
+
+def test_routes_are_sorted_by_expert() -> None:
+    routes = sort_routes(np.array([[5, 0], [0, 2], [2, 9]]), 6)
+    assert routes.expert.tolist() == [0, 2, 5] and routes.begin.tolist() == [0, 2, 4, 5]
+    assert routes.choice.tolist() == [1, 2, 3, 4, 0]  # 9 is of no expert
+    assert routes.place.tolist() == [[0, 4], [1, 2], [3, 5]]
 
 
 def test_another_sum_of_experts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

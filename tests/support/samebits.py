@@ -39,10 +39,16 @@ def asked(lengths: tuple[int, ...], n: int = 3, tokens: int = 20) -> list[Group]
 
 def samples_of(made: PreTrainedModel, groups: list[Group], **config: Any) -> tuple[Samples, Engine]:
     """Run groups on a copy of a model, whose samples may not depend on the batch."""
+    engine = engine_of(made, **config)
+    return run(engine, groups), engine
+
+
+def engine_of(made: PreTrainedModel, **config: Any) -> Engine:
+    """Make an engine over a copy of a model, whose samples may not depend on the batch."""
     dtype = str(made.dtype).removeprefix("torch.")
     engine = Engine(EngineConfig(**{**ROOMY, "threads": 2, "dtype": dtype, **config}), Model(copy.deepcopy(made), "m"))
     assert "/batch" not in engine.arithmetic, engine.status()["computed_by_reason"]
-    return run(engine, groups), engine
+    return engine
 
 
 def assert_same_everywhere(made: PreTrainedModel, groups: list[Group]) -> None:

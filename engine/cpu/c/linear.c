@@ -17,19 +17,6 @@ const Product *product_for(const Linear *l, const Tuning *tuning) {
 #endif
 }
 
-INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outputs + product->panel - 1) / product->panel; }
-
-/* The weights of a panel, which lie together. Behind the last one: the panels of the product that follows, if any. */
-INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const Product *product) {
-    if (panel >= panels(l, product)) {
-        if (!then || panel - panels(l, product) >= panels(then, product)) return (Ahead){NULL, NULL};
-        panel -= panels(l, product), l = then;
-    }
-    const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
-    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->inputs);
-    return (Ahead){w, w + bytes_of(l, outputs * l->inputs)};
-}
-
 INLINE vf get(const void *p, int64_t at, int64_t n, int is_bf16) {
     return is_bf16 ? load_some_bf16((const bf16 *)p + at, n, 0) : load_some((const float *)p + at, n, 0);
 }
@@ -66,6 +53,17 @@ INLINE void finish_panel(const Products *p, int which, const Product *product, i
             finish(p, which, s->sum[0] + r * PANEL + v, s->sum[1] + r * PANEL + v, first + r, from + v, width - v, is_bf16);
 }
 
+void multiply_panel(const Products *p, const Product *product, int which, int64_t panel, const Ahead *ahead, const void *x,
+                    int64_t first, const Tuning *tuning, Scratch *s) {
+    const int64_t rows = p->rows - first < ROWS ? p->rows - first : ROWS;
+    product->multiply(p->l[which], panel, ahead[0], x, first, rows, tuning, s, s->sum[0]);
+    if (p->gated) product->multiply(p->l[1], panel, ahead[1], x, first, rows, tuning, s, s->sum[1]);
+    if (p->l[which]->is_bf16)
+        finish_panel(p, which, product, panel, first, rows, s, 1);
+    else
+        finish_panel(p, which, product, panel, first, rows, s, 0);
+}
+
 /* Work: (panel, block of ROWS rows); two panels at once if gated. */
 void linear(Worker *w, const Products *p) {
     const Tuning *tuning = w->region->team->tuning;
@@ -82,19 +80,13 @@ void linear(Worker *w, const Products *p) {
     const int64_t blocks = (p->rows + ROWS - 1) / ROWS;
     if (product->begin) product->begin();
     for (int64_t i; (i = take(w, all_parts * blocks)) >= 0;) {
-        int64_t panel = i / blocks, first = i % blocks * ROWS, rows = p->rows - first < ROWS ? p->rows - first : ROWS;
+        int64_t panel = i / blocks, first = i % blocks * ROWS;
         int which = 0;
         while (panel >= parts[which]) panel -= parts[which++];
         const Linear *l = p->l[which], *then = !p->gated && which + 1 < p->count ? p->l[which + 1] : p->then;
-        product->multiply(l, panel, panel_of(l, panel + w->threads, then, product), x, first, rows, tuning, s, s->sum[0]);
-        if (p->gated) {
-            const Ahead ahead = panel_of(p->l[1], panel + w->threads, NULL, product);
-            product->multiply(p->l[1], panel, ahead, x, first, rows, tuning, s, s->sum[1]);
-        }
-        if (l->is_bf16)
-            finish_panel(p, which, product, panel, first, rows, s, 1);
-        else
-            finish_panel(p, which, product, panel, first, rows, s, 0);
+        const Ahead ahead[2] = {panel_of(l, panel + w->threads, then, product),
+                                p->gated ? panel_of(p->l[1], panel + w->threads, NULL, product) : (Ahead){NULL, NULL}};
+        multiply_panel(p, product, which, panel, ahead, x, first, tuning, s);
     }
     if (product->end) product->end();
 }
@@ -109,7 +101,7 @@ void rollout_linear(const Team *team, const Linear *l, const void *x, int64_t ro
 
 /* The most that x takes as any product of this type reads it. */
 int64_t rollout_packed_bytes(const Team *team, int64_t rows, int64_t inputs, int64_t is_bf16) {
-    const Linear l = {NULL, NULL, 1, inputs, is_bf16};
+    const Linear l = {.outputs = 1, .inputs = inputs, .is_bf16 = is_bf16};
     return product_for(&l, team->tuning)->packed_bytes(&l, rows);
 }
 
@@ -142,5 +134,7 @@ int64_t rollout_prepare(void) {
 
 const Field rollout_layout_products[] = {
     FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
-    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),   {NULL, NULL, 0, 0},
+    FIELD(Linear, by_input),
+    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),
+    {NULL, NULL, 0, 0},
 };

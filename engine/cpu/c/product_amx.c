@@ -33,6 +33,13 @@ INLINE void copy_edge(char (*copy)[LINE], const char *from, int64_t row, int64_t
     for (int i = 0; i < SIDE && i < rows; i++) memcpy(copy[i], from + i * row, (size_t)(bytes < LINE ? bytes : LINE));
 }
 
+/* The same of 16 outputs whose weights lie as [inputs][outputs], `row` bytes an input: `outputs` and `inputs` are left. */
+INLINE void copy_by_input(char (*copy)[LINE], const char *from, int64_t row, int64_t outputs, int64_t inputs) {
+    memset(copy, 0, SIDE * LINE);
+    for (int k = 0; k < STEP && k < inputs; k++)
+        for (int i = 0; i < SIDE && i < outputs; i++) memcpy(copy[i] + 2 * k, from + k * row + 2 * i, 2);
+}
+
 /* Work: (16 rows, SEGMENT inputs). */
 static void pack(Worker *w, const Linear *l, const void *x, int64_t rows, void *packed) {
     const int64_t row = 2 * l->inputs, steps = steps_of(l), segments = (l->inputs + SEGMENT - 1) / SEGMENT;
@@ -87,7 +94,7 @@ INLINE void put_tile(const float *t, float *sum) {
 INLINE void multiply_block(const Linear *l, const char *w, const char *x, int64_t left, int outputs, int rows, Ahead *ahead,
                            int64_t lines, Scratch *s, float *sum) {
     const int64_t row = 2 * l->inputs, steps = steps_of(l), block = steps * SIDE * LINE;
-    const int64_t direct = left < outputs * SIDE ? 0 : l->inputs / STEP; /* steps that need no copy */
+    const int64_t direct = left < outputs * SIDE || l->by_input ? 0 : l->inputs / STEP; /* steps that need no copy */
     const char *x1 = rows == 2 ? x + block : x;
     tile_zero(0);
     tile_zero(1);
@@ -97,7 +104,11 @@ INLINE void multiply_block(const Linear *l, const char *w, const char *x, int64_
     for (int64_t i = direct; i < steps; i++) {
         char copy[2][SIDE][LINE] __attribute__((aligned(64)));
         for (int o = 0; o < outputs; o++)
-            copy_edge(copy[o], w + o * SIDE * row + i * LINE, row, left - o * SIDE, row - i * LINE);
+            if (l->by_input)
+                copy_by_input(copy[o], w + o * LINE / 2 + i * STEP * 2 * l->outputs, 2 * l->outputs, left - o * SIDE,
+                              l->inputs - i * STEP);
+            else
+                copy_edge(copy[o], w + o * SIDE * row + i * LINE, row, left - o * SIDE, row - i * LINE);
         multiply_lines(copy[0][0], copy[1][0], LINE, x + i * SIDE * LINE, x1 + i * SIDE * LINE, 1, outputs, rows, ahead, lines);
     }
     float *t = (float *)s->packed; /* four tiles */
@@ -112,7 +123,7 @@ INLINE void multiply_block(const Linear *l, const char *w, const char *x, int64_
 static void multiply(const Linear *l, int64_t panel, Ahead ahead, const void *x, int64_t first, int64_t rows,
                      const Tuning *tuning, Scratch *s, float *sum) {
     const int64_t block = steps_of(l) * SIDE * LINE, blocks = (rows + SIDE - 1) / SIDE, left = l->outputs - panel * WIDE;
-    const char *w = (const char *)l->w + panel * WIDE * 2 * l->inputs, *from = (const char *)x + first / SIDE * block;
+    const char *w = (const char *)l->w + panel * WIDE * 2 * (l->by_input ? 1 : l->inputs), *from = (const char *)x + first / SIDE * block;
     const int64_t lines = (WIDE + (blocks + 1) / 2 - 1) / ((blocks + 1) / 2); /* the panel ahead, over all passes of this one */
     (void)tuning;
 #ifdef PORTABLE

@@ -31,32 +31,60 @@ INLINE void fetch(Ahead *ahead, int lines) {
         for (; ahead->at < stop; ahead->at += 64) __builtin_prefetch(ahead->at, 0, 2);
 }
 
-/* VL words, from number `word` on, of VL outputs, from number `output` on; zero where the matrix ends. */
-INLINE void block(const Linear *l, int64_t output, int64_t word, vu *to) {
-    const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, outputs = l->outputs - output;
-    const char *from = (const char *)l->w + output * row + 4 * word;
-    char copy[VL][4 * VL];
-    if (outputs < VL || left < 4 * VL) {
-        memset(copy, 0, sizeof copy);
-        for (int i = 0; i < VL && i < outputs; i++)
-            memcpy(copy[i], from + i * row, (size_t)(left < 4 * VL ? left : 4 * VL));
-        transpose(copy[0], 4 * VL, to);
-        return;
+/* VL words, from number `word` on, of VL outputs, from number `output` on, of a weight that lies as [inputs][outputs]: zeros beyond
+   its end. */
+INLINE void block_by_input(const Linear *l, int64_t output, int64_t word, vu *to) {
+    enum { SOON = 16 }; /* words that are fetched ahead */
+    const int64_t row = bytes_of(l, l->outputs), n = l->outputs - output;
+    const char *from = (const char *)l->w + bytes_of(l, output);
+    for (int j = 0; j < VL; j++) {
+        const int64_t first = l->is_bf16 ? 2 * (word + j) : word + j;
+        const char *p = from + first * row;
+        to[j] = all_words(0);
+        if (first < l->inputs) to[j] = l->is_bf16 ? (vu)load_some_bf16((const bf16 *)p, n, 0) >> 16
+                                                  : (vu)load_some((const float *)p, n, 0);
+        if (l->is_bf16 && first + 1 < l->inputs) to[j] |= (vu)load_some_bf16((const bf16 *)(p + row), n, 0);
+        __builtin_prefetch(p + SOON * (l->is_bf16 ? 2 : 1) * row, 0, 3);
+        if (l->is_bf16) __builtin_prefetch(p + (2 * SOON + 1) * row, 0, 3);
     }
-    transpose(from, row, to);
 }
 
-/* The same, packed: as they are, or bf16 widened to fp32, of each pair the odd one first. */
-INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *packed, int widened) {
-    vu t[VL] = {{0}};
-    block(l, output, word, t);
+/* VL words, from number `word` on, of VL outputs, from number `output` on, where the matrix ends among them: zeros beyond. */
+INLINE void block_at_edge(const Linear *l, int64_t output, int64_t word, vu *to) {
+    const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, outputs = l->outputs - output;
+    char copy[VL][4 * VL];
+    memset(copy, 0, sizeof copy);
+    for (int i = 0; i < VL && i < outputs; i++)
+        memcpy(copy[i], (const char *)l->w + (output + i) * row + 4 * word, (size_t)(left < 4 * VL ? left : 4 * VL));
+    transpose(copy[0], 4 * VL, to);
+}
+
+/* Words as they are, or bf16 widened to fp32, of each pair the odd one first. */
+INLINE void put_words(const vu *t, uint32_t *packed, int widened) {
     if (widened)
-        UNROLL for (int j = 0; j < VL; j++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) {
             store_words(packed + (2 * j) * PANEL, t[j] & all_words(0xffff0000u));
             store_words(packed + (2 * j + 1) * PANEL, t[j] << 16);
         }
     else
-        UNROLL for (int j = 0; j < VL; j++) store_words(packed + j * PANEL, t[j]);
+        _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) store_words(packed + j * PANEL, t[j]);
+}
+
+/* VL words, from number `word` on, of VL outputs, from number `output` on, packed. */
+INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *packed, int widened) {
+    const int64_t row = bytes_of(l, l->inputs);
+    if (!l->by_input && l->outputs - output >= VL && row - 4 * word >= 4 * VL) { /* a block that stays in registers */
+        vu t[VL];
+        transpose((const char *)l->w + output * row + 4 * word, row, t);
+        put_words(t, packed, widened);
+        return;
+    }
+    vu t[VL];
+    if (l->by_input)
+        block_by_input(l, output, word, t);
+    else
+        block_at_edge(l, output, word, t);
+    put_words(t, packed, widened);
 }
 
 /* ---- tiles: acc[rows][nv vectors] += x[rows][words] · packed[words][nv vectors] ---- */
@@ -181,8 +209,9 @@ static const StraightFn straights[2][STRAIGHT_ROWS] = {STRAIGHT_NAMES(WORDS), ST
 static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t *x, int64_t rows, const Tuning *t, Scratch *s,
                      float *sum, int dot) {
     const int64_t output = panel * LANES_PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
-    const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL, few = rows <= t->few;
+    const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL;
     const int64_t row = bytes_of(l, l->inputs), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int64_t few = rows <= t->few && !l->by_input;
     const int nv = (int)((width + VL - 1) / VL), kind = dot ? DOT : l->is_bf16 && few ? WORDS : FLOATS;
     const int widened = l->is_bf16 && kind == FLOATS, per = kind == DOT || !l->is_bf16 ? 1 : 2; /* numbers of x for a word */
     const TileFn *tiles = kind == WORDS ? WORDS_tiles[0] : FLOATS_tiles[0];

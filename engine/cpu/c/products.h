@@ -14,6 +14,7 @@ enum { PANEL = 48, ROWS = 256 }; /* floats between two rows of sums; rows that m
 typedef struct {
     const void *w, *bias; /* [outputs][inputs], [outputs] or NULL */
     int64_t outputs, inputs, is_bf16;
+    int64_t by_input; /* the weight lies as [inputs][outputs] */
 } Linear;
 
 INLINE int64_t bytes_of(const Linear *l, int64_t numbers) { return numbers * (l->is_bf16 ? 2 : 4); }
@@ -40,6 +41,20 @@ typedef struct {
                      const Tuning *tuning, Scratch *s, float *sum);
 } Product;
 
+INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outputs + product->panel - 1) / product->panel; }
+
+/* The weights of a panel, which lie together. Behind the last one: the panels of the product that follows, if any. */
+INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const Product *product) {
+    if (panel >= panels(l, product)) {
+        if (!then || panel - panels(l, product) >= panels(then, product)) return (Ahead){NULL, NULL};
+        panel -= panels(l, product), l = then;
+    }
+    if (l->by_input) return (Ahead){NULL, NULL}; /* scattered */
+    const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
+    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->inputs);
+    return (Ahead){w, w + bytes_of(l, outputs * l->inputs)};
+}
+
 #define HIDDEN __attribute__((visibility("hidden")))
 extern HIDDEN const Product product_fma, product_dot, product_amx;
 HIDDEN const Product *product_for(const Linear *l, const Tuning *tuning);
@@ -58,3 +73,8 @@ typedef struct {
     const Linear *then; /* whose weights are read next, or NULL */
 } Products;
 HIDDEN void linear(Worker *w, const Products *p); /* by all threads of a region; ends without a barrier */
+
+/* One panel of p->l[which], and of p->l[1] if gated, for the rows (ROWS at most) from number `first` on. x: as the kernel reads it;
+   ahead: what is read next, of each of the two. */
+HIDDEN void multiply_panel(const Products *p, const Product *product, int which, int64_t panel, const Ahead *ahead, const void *x,
+                           int64_t first, const Tuning *tuning, Scratch *s);
