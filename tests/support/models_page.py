@@ -102,7 +102,7 @@ def reason(each: dict[str, Outcome]) -> str:
     """Return why a family is not right, without its own name and without figures of one run."""
     bad = min(each.values(), key=lambda one: one.kind == "right")
     said = re.sub(r"^[\w-]+ \([\w-]+\): ", "", " ".join(bad.says.split()))
-    said = said.removesuffix(" is not supported").removesuffix(",")
+    said = said.partition(" You can install it")[0].removesuffix(" is not supported").removesuffix(",")
     return re.sub(r": by \S+ on average, of which.*", " (self-check)", said)
 
 
