@@ -70,6 +70,8 @@ def engine_lines(status: Mapping[str, Any], threads: int | None) -> list[str]:
             lines.append(f"slower than possible: {slow}")
     if (kv := status.get("kv", {})).get("device_blocks"):
         lines.append(f"KV for {kv_size(kv, 'device')} on the device, {kv_size(kv, 'host')} in host memory")
+    if slots := status.get("states", {}).get("slots", 0):
+        lines.append(f"{slots} slots of recurrent state, {bytes_of(status['states']['bytes'])} each")
     return lines
 
 

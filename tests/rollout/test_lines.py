@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.commands.lines import bytes_of, counted, engine_lines, gib, next_lines, short, stopped_line, stopping_line
-from rollout.commands.status import report
+from rollout.commands.status import _states, report
 from rollout.config import Config, FleetConfig, ServiceConfig
 
 ENGINE: dict[str, Any] = {
@@ -95,6 +95,9 @@ def test_an_engine_is_described() -> None:
         "computes with avx2 kernels on 2 threads, native attention, arithmetic fma/1",
         "KV for 32,768 tokens (1.00 GiB) on the device, 16,384 tokens (0.50 GiB) in host memory",
     ]
+    states = {"slots": 65, "used": 12, "bytes": 3_256_320}
+    assert engine_lines(ENGINE | {"states": states}, 2)[-1] == "65 slots of recurrent state, 3.26 MB each"
+    assert [*_states(states)] == ["12 of 65 slots in use, 3.26 MB each"] and not [*_states({"slots": 0})]
     assert "slower than possible: no AVX2" in engine_lines(ENGINE | {"isa": "plain", "isa_reason": "no AVX2"}, 1)
     assert "slower than possible: rotary" in engine_lines(ENGINE | {"computed_by_reason": "rotary"}, 1)
     assert len(engine_lines(ENGINE | {"isa_reason": "no AMX"}, 1)) == 2, "the best kernels of this CPU"
