@@ -249,21 +249,6 @@ def recurrence_of(isa: str | None = None) -> RecurrenceKernels:
     return RecurrenceKernels(isa or best())
 
 
-def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call `RecurrenceKernels.convolve` of the best instruction set."""
-    return recurrence_of().convolve(*args, **kwargs)
-
-
-def delta_rule(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call `RecurrenceKernels.delta_rule` of the best instruction set."""
-    return recurrence_of().delta_rule(*args, **kwargs)
-
-
-def mamba2(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call `RecurrenceKernels.mamba2` of the best instruction set."""
-    return recurrence_of().mamba2(*args, **kwargs)
-
-
 def _check_dtypes(**tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all are bf16 or all are fp32."""
     dtypes = {each.dtype for each in tensors.values() if each is not None}

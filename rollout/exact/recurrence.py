@@ -32,8 +32,11 @@ def use_exact_recurrence(model: nn.Module, threads: int | None, isa: str) -> Cal
     mixers = [each for each in model.modules() if CONV in names_in_forward(each)]
     if mixers and isa == "torch":
         raise ValueError("recurrent layers by torch have no bits of their own: start the service with an isa that has kernels")
+    if not mixers:
+        return lambda: None
+    kernels = RecurrenceKernels(isa, threads)
     for mixer in mixers:
-        kernels, inner = RecurrenceKernels(isa, threads), inspect.unwrap(type(mixer).forward)
+        inner = inspect.unwrap(type(mixer).forward)
         found = {name: inner.__globals__[name] for name in (CONV, *SCANS) if name in names_in_forward(mixer)}
         rebind(mixer, inner, {name: exact(kernels, name, original) for name, original in found.items()})
 

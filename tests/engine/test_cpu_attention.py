@@ -5,6 +5,7 @@ Every pool here starts full of NaN, so a read of a token that is not visible sho
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -139,21 +140,22 @@ def test_scores_that_differ_by_thousands(best: NativeAttention) -> None:
             torch.testing.assert_close(sums[0][89], torch.full((shape.q_heads,), 64 * 64 * 64**-0.5), atol=1e-3, rtol=0)
 
 
+OTHER_MKL = "MKL_CBWR" in os.environ
+"""the batched products of torch's reference depend on the batch there: it is right up to rounding"""
 SEAM = [Shape(), *SHAPES[15:]]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SEAM, ids=text)
 def test_both_backends_agree_through_the_seam(shape: Shape, dtype: torch.dtype, best: NativeAttention) -> None:
-    """In steps that mix prefill and decode, with padding: right, and the kernel has the bits of a sequence alone. The reference
-    is torch's, whose batched products depend on the batch on some CPUs: it is right up to rounding."""
+    """In steps that mix prefill and decode, with padding: right, and each has the bits of a sequence alone."""
     shape = shape._replace(dtype=dtype)
     shared = 32 // shape.block_size
     made = tokens(shape, [(None, 0), (0, shared), (0, shared), (None, 0)], [60, 45, 70, 9])
     schedule = [[(0, 0, 60), (3, 0, 8)], [(1, 32, 13), (2, 32, 38), (3, 8, 1)]]
     for each in (best, ReferenceAttention()):
         alone, stepped = paged.attend(each, shape, made, whole(made)), paged.attend(each, shape, made, schedule)
-        assert each is not best or same_bits(alone, stepped)
+        assert same_bits(alone, stepped) or (each is not best and OTHER_MKL)
         for i in range(4):
             assert_close(shape, alone[i], oracle(shape, made, i)[0])
             assert_close(shape, stepped[i].where(~stepped[i].isnan(), alone[i]), oracle(shape, made, i)[0])
@@ -188,7 +190,7 @@ def test_any_shape_and_any_steps(seed: int, best: NativeAttention) -> None:
     shape, made, steps = drawn(seed)
     for each in (best, ReferenceAttention()):
         alone, stepped = paged.attend(each, shape, made, whole(made)), paged.attend(each, shape, made, steps)
-        assert each is not best or same_bits(alone, stepped), text(shape)
+        assert same_bits(alone, stepped) or (each is not best and OTHER_MKL), text(shape)
         for i in range(4):
             assert_close(shape, alone[i], oracle(shape, made, i)[0], 2**-7)
             assert_close(shape, stepped[i].where(~stepped[i].isnan(), alone[i]), oracle(shape, made, i)[0], 2**-7)

@@ -19,7 +19,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from rollout.engine.cpu.isa import EMULATED, here
-from rollout.engine.cpu.recurrence import MOST, RecurrenceKernels, convolve, recurrence_of
+from rollout.engine.cpu.recurrence import MOST, RecurrenceKernels, recurrence_of
 from rollout.engine.kv.states import StateRows
 
 HERE = [isa for isa in here() if isa not in EMULATED]
@@ -317,7 +317,7 @@ def test_what_does_not_fit() -> None:
         (rows._replace(reads=np.zeros(1, np.int64)), "int32"),
     ):
         with pytest.raises(ValueError, match=words):
-            convolve(x, weight, None, None, states, wrong)
+            recurrence_of().convolve(x, weight, None, None, states, wrong)
     for arguments, words in (
         ((x, weight, None, "gelu", states), "gelu"),
         ((x.half(), weight, None, None, states), "float16"),
@@ -327,8 +327,8 @@ def test_what_does_not_fit() -> None:
         ((x, weight, None, None, states.to(BF16)), "dtype|bfloat16"),
     ):
         with pytest.raises(ValueError, match=words):
-            convolve(*arguments, rows)
-    convolve(x, weight, None, None, states, rows)
+            recurrence_of().convolve(*arguments, rows)
+    recurrence_of().convolve(x, weight, None, None, states, rows)
     narrow = torch.randn(4, 3, 8)
     with pytest.raises(ValueError, match="multiple"):
         recurrence_of().delta_rule(
