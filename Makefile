@@ -18,6 +18,7 @@ QUICK := $(addprefix tests/engine/test_,bad_groups.py block_store.py block_table
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
+GPU_VERSION ?= 3.12
 
 # processes of pytest (pytest-xdist): one more than two cores, since tests also wait. Each begins with a stretch of files, and one
 # that is done takes half of what another has left
@@ -54,7 +55,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make sanitize-gpu   attention's kernels under compute-sanitizer: memcheck and racecheck"
 	@echo "make test-gpu, bench-gpu   the CUDA paths: their tests, and figures as JSON lines; MODELS='qwen3-8b' and ARGS pick"
-	@echo "make wheels  what these need on a machine without a network, into build/wheels: carry it there"
+	@echo "make wheels  what these need on a machine without a network, for its Python GPU_VERSION=3.12, into build/wheels: carry it there"
 	@echo "make clean   remove all that these targets have made here"
 
 venv: $(STAMP)
@@ -126,20 +127,24 @@ test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu tests/engine/test_streaming.py --ignore tests/gpu/test_attention_oracle.py $(ARGS)
 	@$(GPU_PYTHON) -m pytest -m '' -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
+		tests/engine/test_recurrence_triton.py tests/engine/test_experts_triton.py \
 		tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py $(ARGS)
 
 # reads and writes out of bounds, and races, of attention's kernels at production sizes; compute-sanitizer comes with the CUDA toolkit
 sanitize-gpu: $(GPU_READY)
 	@for tool in memcheck racecheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+		REPEATS=2 compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
 			$(GPU_PYTHON) -m pytest -m gpu -W default $(ARGS) \
 			'tests/gpu/test_attention_oracle.py::test_every_context[decode-8x4x128-bfloat16]' \
 			'tests/gpu/test_attention_oracle.py::test_sixteen_rows_over_a_prefix[8-8x4x128-bfloat16]' || exit 1; \
 	done
 
-# what a Python with torch, transformers and pytest lacks; run it where there is a network and carry WHEELS along
+# what a Python with torch, transformers and pytest lacks; run it where there is a network and carry WHEELS along. GPU_VERSION is
+# the Python of that machine: wheels of compiled packages are for one version
 wheels:
-	@$(PYTHON) -m pip download --quiet --only-binary :all: --dest $(WHEELS) --no-deps \
+	@rm -rf $(WHEELS)
+	@$(PYTHON) -m pip download --quiet --only-binary :all: --dest $(WHEELS) --implementation cp --python-version $(GPU_VERSION) \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
 		msgspec psutil pyzmq tyro docstring-parser typeguard tomli-w gguf xxhash pytest-timeout
 
 gpu-wheels:

@@ -106,6 +106,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """dtype of KV. auto: same as dtype. fp8_e4m3: one byte per number and one scale per token and head, so the pools hold
     nearly twice the tokens; log-probs then differ from those of a trainer's forward by what `rollout bench fidelity` prints,
     and on the CPU attention uses the slow torch reference (docs/decisions/fp8.md)"""
+    latent_kv: bool = False
+    """store one latent per token and layer of latent attention (DeepSeek-V2 and its kin), instead of K and V of every head:
+    several times less KV. Log-probs then differ from those of transformers' forward by rounding; `use_exact` gives a trainer
+    the same numbers. On the CPU only (docs/decisions/latent-kv.md)"""
     device: str = "cpu"
     """cpu, cuda or cuda:N"""
     seed: int = 0
@@ -116,7 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """instruction set of the CPU kernels. auto: the best one that this CPU supports and for which a library is installed or can
     be compiled. torch: no kernels (docs/decisions/arithmetic.md). `rollout status` shows the choice and its reason"""
     attention: Literal["auto", "reference", "native", "triton"] = "auto"
-    """attention kernel. auto: native on the CPU, triton on CUDA, and the torch reference if the kernel is not available"""
+    """attention kernel. auto: triton on CUDA; native on the CPU, or the slow torch reference if native is not available"""
     cuda_graphs: bool = True
     """on CUDA, capture the forward of steps of at most 2,048 tokens once per size and replay it"""
     warm_up: bool = True
@@ -147,8 +151,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     only blocks of unfinished samples"""
 
     exact: bool = False
-    """on CUDA, use products and norms whose results do not depend on the batch, so that a seeded sample does not either. Its
-    cost against cuBLAS was not measured yet. The CPU path always has this property"""
+    """on CUDA, use products (of experts too) and norms whose results do not depend on the batch, so that a seeded sample does
+    not either. Its cost against cuBLAS was not measured yet. The CPU path always has this property"""
+    routed_experts: bool = False
+    """keep which experts each cached token chose, so that `Sampling.routed_experts` can return them. Takes layers with experts
+    × experts per token bytes a token beside its KV. ValueError at start for a model that is no mixture (docs/mixtures.md)"""
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, allocated at start. 0: off. Default: 80 % of the free memory, used as needed; on
     CUDA, where it is pinned, a quarter of the free memory, but at most 16 GiB and at most the size of the pool on the device.
@@ -181,7 +188,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         _check_bounds(self, BOUNDS)
-        need(self.kv_gib is None or self.kv_tokens is None, "set kv_gib or kv_tokens, not both")
+        need(
+            self.kv_gib is None or self.kv_tokens is None,
+            f"kv_gib={self.kv_gib} and kv_tokens={self.kv_tokens}: set one of them, not both",
+        )
         need(self.kv_gib is None or self.kv_gib > 0, f"kv_gib={self.kv_gib}: must be positive")
         need(
             self.most_tokens >= self.most_seqs,

@@ -1,4 +1,4 @@
-"""Devices: the only place that distinguishes CPU and GPU. A `Device` is chosen once, and everything else calls it.
+"""Devices: what differs between CPU and CUDA (kernels, memory, graphs, defaults), behind the interface `Device`.
 
     ┌ memory ──────── allocation, host maps, transfer of small arrays        used by kv/, weights/ and forward/
     │ copy_engine ─── runs the copies of a step                              used by kv/
@@ -27,18 +27,35 @@ from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
-from rollout.engine.cuda.attention import TritonAttention, TritonByShape, TritonUnavailable, triton_attention
+from rollout.engine.cuda.attention import (
+    TritonAttention,
+    TritonByShape,
+    TritonByWindow,
+    TritonUnavailable,
+    triton_attention,
+)
 from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.exact import ARITHMETIC, make_exact
 from rollout.engine.cuda.fused import FusedDecoder, NotFused
 from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.norms import fuse_norms
+from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line, states_of, streamed_of
+from rollout.engine.forward.latent import stores_latents
+from rollout.engine.forward.model import (
+    ExecutionPath,
+    Model,
+    ModelLike,
+    UnsupportedModel,
+    in_one_line,
+    module_of,
+    states_of,
+    streamed_of,
+)
 from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
@@ -87,12 +104,14 @@ class Device(Protocol):
     """default sequences and tokens of a step"""
     warms_up: bool
     """whether it compiles and captures at first use"""
+    falls_back: bool
+    """whether attention="auto" takes the torch reference where the fast kernel is not available"""
 
     @property
     def memory(self) -> DeviceMemory: ...
 
     def check(self, model: ModelLike) -> None:
-        """Raise ValueError if the model is on another device."""
+        """Raise ValueError if the model is on another device, or stores KV as this device cannot."""
 
     def copy_engine(self) -> CopyEngine:
         """Make the engine for KV copies."""
@@ -117,6 +136,12 @@ class Device(Protocol):
     def seconds(self, began: Any, ended: Any) -> float:
         """Return the seconds between two marks; waits for the second."""
 
+    def settle(self) -> None:
+        """Wait until the device has done all launched work."""
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return whether the device fails every call from now on, after a call that raised `error`."""
+
 
 def device_of(config: EngineConfig) -> Device:
     """Return the device of a configuration. Raises ValueError if it is not available, or an option is for another device."""
@@ -126,6 +151,7 @@ def device_of(config: EngineConfig) -> Device:
 
 class CpuDevice:
     overlaps = copies_ahead = warms_up = False
+    falls_back = True
     sizes = EngineConfig().most_seqs, EngineConfig().most_tokens
 
     def __init__(self, config: EngineConfig) -> None:
@@ -156,6 +182,7 @@ class CpuDevice:
         whole = model.streamed is None
         if model.states is not None and self.isa != "torch":
             model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
+            model.recurrence.keeps_inputs = True
         try:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
         except Exception as error:
@@ -177,6 +204,12 @@ class CpuDevice:
     def seconds(self, began: Any, ended: Any) -> float:
         return float(ended - began)
 
+    def settle(self) -> None:
+        pass
+
+    def is_lost(self, error: BaseException) -> bool:
+        return False
+
 
 def scanned_in_chunks(computes: ExecutionPath) -> ExecutionPath:
     """Return the path of a recurrent model without kernels: torch scans a row in chunks, so bits depend on where it is cut."""
@@ -184,9 +217,14 @@ def scanned_in_chunks(computes: ExecutionPath) -> ExecutionPath:
     return computes._replace(arithmetic=named, why=computes.why or "torch scans in chunks", batch_invariant=False)
 
 
+TRITON = TritonAttention, TritonByShape, TritonByWindow
+"""backends whose arrays have addresses that a captured step can read"""
+
+
 class CudaDevice:
     isa, isa_reason = "cuda", ""
     overlaps = copies_ahead = warms_up = True
+    falls_back = False
     fast_attention = "triton"
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -205,6 +243,8 @@ class CudaDevice:
 
     def check(self, model: ModelLike) -> None:
         check_device(self.memory.device, model)
+        if stores_latents(module_of(model)):
+            raise ValueError(f"latent_kv=True with device={self.memory.device}: it needs the CPU; leave it out")
 
     def copy_engine(self) -> CopyEngine:
         return StreamCopies(self.memory.device)
@@ -215,13 +255,20 @@ class CudaDevice:
         return triton_attention(self.memory.device, capacity)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
+        mixed = "" if model.states is None else use_triton_mixers(model)
         if config.exact:
             make_exact(model.module)
-            return ExecutionPath(None, ARITHMETIC, None, "")
-        return fuse(model, backend) if config.advanced.fused_layers else None
+            return ExecutionPath(None, ARITHMETIC + mixed, None, "")
+        if config.advanced.fused_layers:
+            path = fuse(model, backend)
+            return path._replace(arithmetic=path.arithmetic + mixed)
+        return ExecutionPath(None, torch_arithmetic() + mixed, None, "") if mixed else None
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
-        if not isinstance(backend, TritonAttention | TritonByShape) or not config.cuda_graphs or states_of(model) is not None:
+        if not isinstance(backend, TRITON) or not config.cuda_graphs:
+            return None
+        if states_of(model) is not None and isinstance(model, Model) and model.recurrence.kernels is None:
+            log.warning("steps run without CUDA graphs model=%s reason='torch scans recurrent layers row by row'", model.name)
             return None
         streamed = streamed_of(model)
         new_capture = partial(cuda_capture, torch.cuda.Stream())
@@ -229,7 +276,7 @@ class CudaDevice:
         return StepGraphs(model.forward, backend.capacity, self.memory.device, new_capture, ring)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> PendingTokens:
-        return launch_draws(logits, batch, self._kernel)
+        return launch_draws(logits, batch, self._kernel, self.memory.send)
 
     def mark(self) -> Any:
         mark = torch.cuda.Event(enable_timing=True)
@@ -239,6 +286,38 @@ class CudaDevice:
     def seconds(self, began: Any, ended: Any) -> float:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.memory.device)
+
+    def is_lost(self, error: BaseException) -> bool:
+        if not of_cuda(error):
+            return False
+        try:
+            self.settle()
+        except RuntimeError:
+            return True
+        return False
+
+
+def of_cuda(error: BaseException | None) -> bool:
+    """Return whether CUDA reported an error, or one that caused it; no memory left is none."""
+    while error is not None:
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "[CUDA]" in str(error):
+            return not isinstance(error, torch.OutOfMemoryError)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def use_triton_mixers(model: Model) -> str:
+    """Let Triton's kernels compute the recurrent mixers of a model. Returns what that adds to the name of the arithmetic, ""
+    without Triton: torch's functions stay."""
+    try:
+        model.recurrence.kernels = TritonMixers()
+    except ImportError as error:
+        log.warning("torch scans recurrent layers row by row, which is slow model=%s reason=%r", model.name, str(error))
+        return ""
+    return f"+{TritonMixers.arithmetic}"
 
 
 def check_device(device: torch.device, model: ModelLike) -> None:
@@ -270,7 +349,7 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
     try:
         if model.streamed is not None:
             raise NotFused("weight_offload moves its layers")
-        if not isinstance(backend, TritonAttention):
+        if not isinstance(backend, TritonAttention) and not (isinstance(backend, TritonByWindow) and backend.even):
             raise NotFused(f"{backend.name} attention stores K and V itself")
         from rollout.engine.cuda import fused_kernels
 
@@ -288,14 +367,14 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
 def choose_backend(
     name: str, device: Device, capacity: StepCapacity, try_out: Callable[[Backend], None] = lambda backend: None
 ) -> Backend:
-    """Return the backend of `EngineConfig.attention`. "auto" selects the device's fast one if it is available, and logs the
-    reason otherwise.
+    """Return the backend of `EngineConfig.attention`. "auto" selects the device's fast one if it is available; otherwise, on a
+    device that may fall back, the torch reference, and logs the reason.
 
     Args:
         try_out: attends as the model will, and raises CannotAttend with the reason if the backend cannot.
 
     Raises:
-        ValueError: a backend that was asked for by name is not available or does not support the model.
+        ValueError: a backend that was asked for by name is not available or does not support the model, or "auto" found none.
     """
     kind = device.fast_attention if name == "auto" else name
     if kind == "reference":
@@ -305,6 +384,8 @@ def choose_backend(
         try_out(backend)
         return backend
     except (NativeUnavailable, CannotAttend) as error:
+        if not device.falls_back:
+            raise ValueError(f'attention="{name}": {error}; "reference" runs everywhere, many times slower') from error
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
         log.warning("attention runs in plain torch, which is slow reason=%r", str(error))

@@ -23,6 +23,7 @@ from rollout.engine.types import (
     Limits,
     Mode,
     Refreshed,
+    Routing,
     Sample,
     Tag,
     TokenChunk,
@@ -88,6 +89,21 @@ class Engine:
         return self.worker.kernels.arithmetic
 
     @property
+    def block_size(self) -> int:
+        """Return the tokens of a KV block, which decide the order of sums in attention."""
+        return self.config.block_size
+
+    @property
+    def kv_dtype(self) -> str:
+        """Return the name of the dtype in which KV is stored."""
+        return self.worker.kv.dtype_name
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return the shape of the routes that are kept; None: none are."""
+        return self.worker.routing
+
+    @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
@@ -119,6 +135,7 @@ class Engine:
         """Queue a group. client: name of the client, which shares the engine fairly with others. Raises ValueError with the
         reason if the group is refused; nothing has been allocated for it then."""
         group.validate(self.limits, self.vocab_size, self.context)
+        group.validate_routes(self.routing)
         eos = stop_tokens(group, self.model)
         for child in () if group.score else group.partials:
             child.validate_unfinished(group.sampling, eos, self.version)

@@ -114,6 +114,9 @@ class DeviceMemory(Protocol):
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """Copy 1-D arrays of one dtype to the device, as views of one tensor. The host does not wait for the device."""
 
+    def receive(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Start a copy of a tensor to the host. Returns a function that waits for it."""
+
     def host_map(self, size: int) -> mmap.mmap:
         """Allocate `size` bytes of host memory, pinned unless `is_host`. Raises OSError."""
 
@@ -147,6 +150,9 @@ class HostMemory:
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return split_like(torch.from_numpy(np.concatenate(arrays)), arrays)
+
+    def receive(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        return tensor.numpy
 
     def host_map(self, size: int) -> mmap.mmap:
         return anonymous(size)

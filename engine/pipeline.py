@@ -39,8 +39,12 @@ class LaunchedStep(NamedTuple):
     result: InFlight
 
 
+class DeviceLost(RuntimeError):
+    """The device fails every call: the process must end, so that another one takes over its groups."""
+
+
 class CopyFailed(Exception):
-    """The KV copies of a plan failed, and some may have been made."""
+    """The KV copies of a plan failed, and some may have been made; or recurrent states have not advanced."""
 
 
 class Pipeline:
@@ -95,8 +99,12 @@ class Pipeline:
             self.commit()
 
     def move(self, plan: Plan) -> None:
-        """Run the copies of KV of a plan. Raises CopyFailed."""
+        """Advance the recurrent states of a plan and run its copies. Raises CopyFailed."""
         try:
+            if len(plan.state_advances):
+                began = time.perf_counter()
+                self.worker.advance(plan)
+                self.scheduler.advanced(time.perf_counter() - began)
             copied = self.worker.move(plan)
         except Exception as error:
             raise CopyFailed from error
@@ -104,6 +112,8 @@ class Pipeline:
         for store in state.stores:
             store.moved()
         state.counters.moved(plan.moves, copied, self.worker.kv.block_bytes)
+        if self.worker.kv.window is not None:
+            state.counters.moved(plan.window_moves, copied._replace(seconds=0.0), self.worker.kv.window.block_bytes)
         state.counters.states_moved(plan.state_moves)
         state.rates.copied(copied.blocks, copied.seconds)
 
@@ -126,7 +136,8 @@ class Pipeline:
         self.counters.commit_seconds += time.perf_counter() - launched
 
     def commit(self, but: Plan | None = None) -> None:
-        """Read the steps in flight, oldest first, and record their draws. The step of the plan `but` stays in flight."""
+        """Read the steps in flight, oldest first, and record their draws. The step of the plan `but` stays in flight. Raises
+        DeviceLost."""
         while self.in_flight and self.in_flight[0].plan is not but:
             plan, began, result = self.in_flight.pop(0)
             reading = time.perf_counter()
@@ -135,6 +146,7 @@ class Pipeline:
                 if result.prefill_seconds is not None:
                     self.scheduler.state.rates.prefilled(plan.num_tokens, result.prefill_seconds())
             except Exception as error:
+                self._check_device(error)
                 self.add_ended(output.step_failed(self.scheduler.state, plan.step, self._failed(error)))
                 continue
             committing, had = time.perf_counter(), self.counters.generated_tokens
@@ -149,16 +161,25 @@ class Pipeline:
     @contextmanager
     def discarding(self, plan: Plan) -> Iterator[None]:
         """Discard a plan whose copies or launch fail in the `with` block, once the steps in flight are committed. Sequences
-        whose blocks the copies may have spoiled are prefilled again; the groups of a failed launch end with an error."""
+        whose blocks the copies may have spoiled are prefilled again; the groups of a failed launch end with an error. Raises
+        DeviceLost."""
         try:
             yield
         except CopyFailed as error:
+            self._check_device(error)
             log.error("copies of KV failed, their sequences are prefilled again step=%d", plan.step, exc_info=error)
             self.commit()
             output.copies_failed(self.scheduler.state, plan.step)
         except Exception as error:
+            self._check_device(error)
             self.commit()
             self.add_ended(output.launch_failed(self.scheduler.state, plan.step, self._failed(error)))
+
+    def _check_device(self, error: Exception) -> None:
+        """Raise DeviceLost if the device is lost. A process that stayed would end every group with an error, and a router
+        would send it all groups, since it has the fewest."""
+        if self.worker.device.is_lost(error):
+            raise DeviceLost(f"the device fails every call since {type(error).__name__}: {error}") from error
 
     def _failed(self, error: Exception) -> str:
         """Log and count a failed step. Returns the reason for its groups."""

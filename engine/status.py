@@ -12,6 +12,11 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.types import Mode, Refreshed
 from rollout.engine.worker import ModelKernels, Worker
 
+WINDOW_COUNTS = (
+    "window_tokens", "window_layers", "block_bytes", "device_blocks", "device_used", "device_cached", "host_blocks",
+    "host_used", "host_cached",
+)  # fmt: skip
+
 
 class StatusSources(Protocol):
     """The parts of an engine that the status report reads."""
@@ -63,7 +68,11 @@ def status(engine: StatusSources) -> dict[str, Any]:
             **_block_counts(scheduler),
             "kept_children": len(scheduler.state.pinned),
             "kept_blocks": len(scheduler.state.pinned.blocks),
+            "held_bytes": sum(
+                store.used * size for store, size in zip(scheduler.state.kv_stores, _block_bytes(worker), strict=True)
+            ),
         },
+        "windows": _windows(engine),
         "states": _states(engine),
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items()},
         "uptime_seconds": time.perf_counter() - engine.started_at,
@@ -112,6 +121,30 @@ def _states(engine: StatusSources) -> dict[str, int]:
         "host_slots": 0 if slots is None else slots.store.host.size,
         "host_used": 0 if slots is None else slots.store.host.used,
         "copied_bytes": counters.copied_states * size,
+    }
+
+
+def _block_bytes(worker: Worker) -> list[int]:
+    """Return the bytes of a block in each store of KV."""
+    return [pages.block_bytes for pages in (worker.kv, worker.kv.window) if pages is not None]
+
+
+def _windows(engine: StatusSources) -> dict[str, int]:
+    """Return the blocks of layers with a sliding window; all 0 for a model without them."""
+    windows, pages = engine.scheduler.state.windows, engine.worker.kv.window
+    if windows is None or pages is None:
+        return dict.fromkeys(WINDOW_COUNTS, 0)
+    store = windows.store
+    return {
+        "window_tokens": windows.tokens,
+        "window_layers": pages.geometry.layers,
+        "block_bytes": pages.block_bytes,
+        "device_blocks": store.device.size,
+        "device_used": store.used,
+        "device_cached": len(store.cached),
+        "host_blocks": store.host.size,
+        "host_used": store.host.used - len(store.cached_host),
+        "host_cached": len(store.cached_host),
     }
 
 

@@ -215,6 +215,8 @@ class Sampling(
         frequency_penalty: from -2 to 2: subtracted from the logits of tokens in the output once for each time they occur.
         stop: strings that end a child with "stop" when its text contains one: see `Sample.stopped_by`, `Sample.text_end`. The
             text includes special tokens. Ignored for the first `min_tokens` tokens.
+        routed_experts: also return which experts of a mixture each token chose: `Sample.routed_experts`, for
+            `rollout.exact.replay`. The service must run with `EngineConfig.routed_experts`: docs/mixtures.md.
     """
 
     n: int = 1
@@ -243,6 +245,7 @@ class Sampling(
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+    routed_experts: bool = False
 
     @property
     def changes_logits(self) -> bool:
@@ -258,7 +261,7 @@ class Sampling(
                 force_setattr(self, name, scalar_of(name, value))
         if 0.0 < self.temperature < 1e-3:
             raise ValueError(f"temperature={self.temperature}: must be {NUMBERS['temperature'].words}")
-        for name in ("ignore_eos", "raw_logprobs"):
+        for name in ("ignore_eos", "raw_logprobs", "routed_experts"):
             if type(flag := getattr(self, name)) is not bool:
                 force_setattr(self, name, bool_of(name, flag))
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
@@ -404,17 +407,79 @@ def stop_of(value: Any) -> tuple[str, ...]:
     return tuple(str(string) for string in strings)
 
 
-COLUMNS: dict[str, tuple[type[np.generic], int]] = {
-    "token_ids": (np.int32, 1),
-    "logprobs": (np.float32, 1),
-    "raw_logprobs": (np.float32, 1),
-    "top_ids": (np.int32, 2),
-    "top_logprobs": (np.float32, 2),
+class Routing(msgspec.Struct, frozen=True):
+    """Shape of the routes of a mixture of experts: which experts each token chose in each layer that has experts.
+
+    Example:
+        Routing(layers=(1, 2, 3), chosen=8, experts=128, decoder_layers=4)      # layer 0 is dense; 24 bytes a token
+    """
+
+    layers: tuple[int, ...]
+    """decoder layer of each row of a token's routes, ascending"""
+    chosen: int
+    """experts that a token chooses in a layer"""
+    experts: int
+    """experts of a layer; ids are 0 to experts - 1"""
+    decoder_layers: int
+    """of the model, those without experts included"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the routes of one token."""
+        return len(self.layers), self.chosen
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the dtype of expert ids: uint8 for up to 256 experts, else uint16."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the bytes of the routes of one token."""
+        return len(self.layers) * self.chosen * self.dtype.itemsize
+
+    def by_decoder_layer(self, routes: np.ndarray) -> np.ndarray:
+        """Return [positions, decoder_layers, chosen] of routes [positions, layers, chosen]: 0 in layers without experts. vLLM,
+        SGLang and verl have routes in this form."""
+        whole = np.zeros((len(routes), self.decoder_layers, self.chosen), routes.dtype)
+        whole[:, list(self.layers)] = routes
+        return whole
+
+    def check(self, routes: np.ndarray, tokens: int, who: str) -> None:
+        """Raises ValueError, which begins with `who`, unless these are routes of so many tokens."""
+        wanted = (tokens, *self.shape)
+        if routes.dtype != self.dtype or routes.shape != wanted:
+            raise ValueError(f"{who} {routes.dtype} {routes.shape}: must be {self.dtype} {list(wanted)}")
+        if routes.size and (most := int(routes.max())) >= self.experts:
+            raise ValueError(f"{who} holds expert {most}: must be 0 to {self.experts - 1}")
+
+
+COLUMNS: dict[str, tuple[tuple[type[np.generic], ...], int]] = {
+    "token_ids": ((np.int32,), 1),
+    "logprobs": ((np.float32,), 1),
+    "raw_logprobs": ((np.float32,), 1),
+    "top_ids": ((np.int32,), 2),
+    "top_logprobs": ((np.float32,), 2),
+    "routed_experts": ((np.uint8, np.uint16), 3),
 }
-"""dtype and number of dimensions of each array of `TokenColumns`"""
+"""dtypes and number of dimensions of each array of `TokenColumns`"""
 
 Spans = Sequence[tuple[int, int]]
 """(first token, weight version), ascending by token"""
+KVSpans = Sequence[tuple[int, int, int]]
+"""(token, position, weight version), ascending by token: from that token on, this version computed the KV of the position and
+of all positions after it"""
+
+
+class Layout(NamedTuple):
+    """Optional arrays of `TokenColumns`."""
+
+    raw: bool
+    """whether there are raw log-probs"""
+    top: int
+    """number of top log-probs of a token"""
+    routes: tuple[tuple[int, ...], str] | None
+    """shape of a token's routes, and their dtype"""
 
 
 class TokenColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -427,10 +492,13 @@ class TokenColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     raw_logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
+    kv_versions: list[tuple[int, int, int]] = []
 
     def columns(self) -> dict[str, Any]:
         """Return the fields of `TokenColumns` as keyword arguments, for a constructor."""
-        return {"weight_versions": self.weight_versions, **{name: getattr(self, name) for name in COLUMNS}}
+        spans = {"weight_versions": self.weight_versions, "kv_versions": self.kv_versions}
+        return {**spans, **{name: getattr(self, name) for name in COLUMNS}}
 
     @property
     def mean_logprob(self) -> float:
@@ -449,29 +517,33 @@ class TokenColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Return the fields by name in plain lists and numbers, for pandas, datasets or JSON."""
         plain = {name: getattr(self, name) for name in self.__struct_fields__}
         lists = {name: array.tolist() for name, array in self._arrays()}
-        return plain | lists | {"weight_versions": [list(span) for span in self.weight_versions]}
+        return plain | lists | {name: [list(span) for span in plain[name]] for name in ("weight_versions", "kv_versions")}
 
     def slice(self, first: int, last: int | None = None) -> TokenColumns:
         """Return the tokens from `first` to before `last` (None = the end), as views. Spans count from the new first token."""
-        spans = slice_spans(self.weight_versions, first, len(self.token_ids) if last is None else last)
-        return TokenColumns(weight_versions=spans, **{name: array[first:last] for name, array in self._arrays()})
+        end = len(self.token_ids) if last is None else last
+        spans, kv = slice_spans(self.weight_versions, first, end), slice_kv_spans(self.kv_versions, first, end)
+        arrays = {name: array[first:last] for name, array in TokenColumns._arrays(self)}
+        return TokenColumns(weight_versions=spans, kv_versions=kv, **arrays)
 
     @staticmethod
     def concat(parts: Sequence[TokenColumns]) -> TokenColumns:
         """Join consecutive tokens of one child; the arrays are copies. An optional array is kept if all parts have it."""
-        spans: list[tuple[int, int]] = []
+        spans, kv = list[tuple[int, int]](), list[tuple[int, int, int]]()
         length = 0
         for part in parts:
             for first, version in part.weight_versions:
                 if not spans or spans[-1][1] != version:
                     spans.append((length + first, version))
+            kv += [(length + token, position, version) for token, position, version in part.kv_versions]
             length += len(part.token_ids)
-        return TokenColumns(weight_versions=spans, **concat_arrays(parts))
+        return TokenColumns(weight_versions=spans, kv_versions=kv, **concat_arrays(parts))
 
     @property
-    def layout(self) -> tuple[bool, int]:
-        """Return whether there are raw log-probs, and k of the top log-probs. Columns of equal layout can share a message."""
-        return self.raw_logprobs is not None, 0 if self.top_ids is None else self.top_ids.shape[1]
+    def layout(self) -> Layout:
+        """Return which optional arrays there are. Columns of equal layout can share a message."""
+        routes = None if self.routed_experts is None else (self.routed_experts.shape[1:], self.routed_experts.dtype.name)
+        return Layout(self.raw_logprobs is not None, 0 if self.top_ids is None else self.top_ids.shape[1], routes)
 
     @property
     def nbytes(self) -> int:
@@ -495,6 +567,18 @@ def slice_spans(spans: Spans, first: int, last: int) -> list[tuple[int, int]]:
         for (start, version), end in zip(spans, ends, strict=True)
         if max(start, first) < min(end, last)
     ]
+
+
+def valid_kv_spans(spans: KVSpans, tokens: int) -> bool:
+    """Return whether spans of KV are possible in a child of so many tokens."""
+    firsts = [token for token, _, _ in spans]
+    inside = firsts == sorted(firsts) and (not spans or 0 <= firsts[0] <= firsts[-1] < tokens)
+    return inside and all(position >= 0 and 0 <= version < SEED_LIMIT for _, position, version in spans)
+
+
+def slice_kv_spans(spans: KVSpans, first: int, last: int) -> list[tuple[int, int, int]]:
+    """Return the spans that begin with the tokens from `first` to before `last`, counted from `first`."""
+    return [(token - first, position, version) for token, position, version in spans if first <= token < last]
 
 
 def concat_arrays(parts: Sequence[TokenColumns]) -> dict[str, Any]:
@@ -541,11 +625,16 @@ class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
                 found = "none" if values is None else f"{values.dtype} {values.shape}"
                 raise ValueError(f"{who} has {name} {found}: must be float32 [{len(tokens)}], one for each token")
         self._validate_top(sampling.top_logprobs, vocab_size)
+        if sampling.routed_experts and (self.routed_experts is None or len(self.routed_experts) != len(tokens)):
+            found = "none" if self.routed_experts is None else f"of {len(self.routed_experts)} tokens"
+            raise ValueError(f"{who} has routed_experts {found}: must be [{len(tokens)}, layers, chosen], as in its sample")
         firsts = [first for first, _ in self.weight_versions]
         if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= len(tokens):
             raise ValueError(f"{who} has weight_versions that begin at {firsts}: must ascend from 0 to below {len(tokens)}")
         if any(version < 0 for _, version in self.weight_versions):
             raise ValueError(f"{who} has a weight version below 0: versions count up from 0")
+        if not valid_kv_spans(self.kv_versions, len(tokens)):
+            raise ValueError(f"{who} has kv_versions {str(self.kv_versions)[:80]}: must be as in its sample")
 
     def _validate_top(self, k: int, vocab_size: int) -> None:
         if not k:
@@ -620,6 +709,9 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     """(group id, index) of the child that this group continues: its prompt is that child's prompt and tokens, and more. A hint
     that allows reuse of the child's KV, whichever weights computed it; an unknown child, or one of another client, is
     ignored"""
+    redraw: bool = False
+    """with `score`: draw each token of `partials` again, with the counters of its child. A child ends with the first draw that
+    is another token, or that ends a child; its tokens are the draws"""
 
     def __repr__(self) -> str:
         """Describe the group in one line."""
@@ -660,6 +752,20 @@ class Group(msgspec.Struct, frozen=True, eq=False):
                 f"tokens; {fix}"
             )
 
+    def validate_routes(self, routing: Routing | None) -> None:
+        """Check what concerns routes. routing: of an engine that keeps them; None: it keeps none. Raises ValueError."""
+        if not self.sampling.routed_experts:
+            return
+        if routing is None:
+            raise ValueError(
+                "routed_experts=True: no routes are kept; start the service of a mixture of experts with "
+                "routed_experts = true, or leave it out"
+            )
+        for child in () if self.score else self.partials:
+            if child.routed_experts is not None:
+                who = f"partial sample {child.index} has routed_experts"
+                routing.check(child.routed_experts, len(child.token_ids), who)
+
     def _validate_children(self, vocab_size: int) -> None:
         n = self.sampling.n
         if self.indices is not None:
@@ -676,13 +782,15 @@ class Group(msgspec.Struct, frozen=True, eq=False):
             raise ValueError(f"partial samples of children {having}: each must be requested, once")
         sampling = self.sampling
         if self.score:  # the service computes these columns
-            sampling = msgspec.structs.replace(sampling, raw_logprobs=False, top_logprobs=0)
+            sampling = msgspec.structs.replace(sampling, raw_logprobs=False, top_logprobs=0, routed_experts=False)
         for child in self.partials:
             child.validate(sampling, vocab_size)
         if self.score and set(having) != set(self.wanted):
             raise ValueError(
                 f"score of children {list(self.wanted)[:20]}, given {having[:20]}: give the tokens of all, in partials"
             )
+        if self.redraw and not self.score:
+            raise ValueError("redraw=True without score: only given tokens are drawn again; set score, or leave it out")
         if self.score and self.sampling.finish_after is not None:
             raise ValueError(f"finish_after={self.sampling.finish_after} with score: all children end; leave it out")
 
@@ -702,14 +810,23 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
         logprobs: [tokens] float32: log-probability under the distribution from which each token was sampled, after temperature
             and truncation. At temperature 0, the log-probability at temperature 1.
         weight_versions: (first token, version) spans, ascending from token 0: which weights generated which tokens.
+        kv_versions: (token, position, version) spans, ascending by token: from that token on, this version of the weights
+            computed the KV of the position in prompt and output, and of all positions after it. Empty if each token attended
+            only to KV of the version that generated it.
         finish_reason: why it ended. stop, length: by itself. cut: enough siblings had finished. deadline: of its group.
             aborted: by a client, a refresh or a shutdown. stale: its first token is too many versions old. error: see `error`.
-            scored: its given tokens have their log-probs.
+            scored: its given tokens have their log-probs, or were drawn again (`Group.redraw`).
         prompt_tokens: length of the prompt.
         raw_logprobs: [tokens] float32 at temperature 1 without truncation, if `Sampling.raw_logprobs`.
         top_ids: [tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution from which each
             token was sampled, most probable first, lower id first among equals; -1 where fewer than k tokens could be sampled.
         top_logprobs: [tokens, k] float32: their log-probs, as in `logprobs`; -inf where the id is -1.
+        routed_experts: [tokens, layers with experts, experts chosen] uint8, or uint16 above 256 experts, if
+            `Sampling.routed_experts`: row i has the choices at the position whose logits token i was sampled from, which is
+            the one before it. In the router's order.
+        prompt_routed_experts: [prompt_tokens - 1, layers with experts, experts chosen]: the same for the positions before.
+            Together these are the prompt_tokens + tokens - 1 positions of a trainer's forward. An engine returns them once a
+            group, with the first child that ends after the prompt was computed; a client gives them to all its samples.
         error: why the child failed, if finish_reason is "error".
         seconds: from the arrival of the group to the end of this child.
         offloads: how often its KV was offloaded to host memory.
@@ -730,6 +847,7 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
     seed: int = 0
     stopped_by: str | None = None
     text_end: int | None = None
+    prompt_routed_experts: np.ndarray | None = None
 
     def __repr__(self) -> str:
         """Describe the sample in one line."""
@@ -739,6 +857,18 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
 
     def _repr_html_(self) -> str:
         return html_table([self])
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """Return the routes of all positions of a trainer's forward: [prompt_tokens + tokens - 1, layers, chosen]; None if
+        those of the prompt or of the tokens are not there."""
+        if self.prompt_routed_experts is None or self.routed_experts is None:
+            return None
+        return np.concatenate([self.prompt_routed_experts, self.routed_experts])
+
+    def _arrays(self) -> list[tuple[str, np.ndarray]]:
+        own = super()._arrays()
+        return own if self.prompt_routed_experts is None else [*own, ("prompt_routed_experts", self.prompt_routed_experts)]
 
 
 def html_table(samples: Iterable[Sample]) -> str:

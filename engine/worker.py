@@ -23,27 +23,32 @@ import torch
 from rollout.engine.config import EngineConfig
 from rollout.engine.devices import Device, StepCapacity, choose_backend, device_of, resolved
 from rollout.engine.forward.arithmetic import arithmetic
-from rollout.engine.forward.attention import Backend
+from rollout.engine.forward.attention import Backend, prepared, prepared_window
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.latent import stores_latents
 from rollout.engine.forward.model import (
     ExecutionPath,
     Model,
     ModelLike,
+    advance_states,
     module_of,
     open_model,
     states_of,
     streamed_of,
     weights_moved,
+    windows_of,
 )
+from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geometry
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
-from rollout.engine.kv.block import PoolCounts
+from rollout.engine.kv.block import PoolCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.sizing import check_tables, pool_sizes, state_sizes
+from rollout.engine.kv.routes import RouteGeometry, RoutePages
+from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_sizes, state_sizes, window_sizes
 from rollout.engine.kv.states import StatePages
-from rollout.engine.scheduling.plan import Plan, SampledTokens, plan_by_hand
-from rollout.engine.types import Tag, WeightUpdate
+from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
+from rollout.engine.types import Routing, Tag, WeightUpdate
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 
@@ -82,10 +87,13 @@ class InFlight:
     """to launch the forward"""
     sample_seconds: float
     """to launch the draws"""
+    routes: Callable[[], StepRoutes] | None = None
+    """waits for the routes of the step; None: no row wants them"""
 
     def read(self) -> SampledTokens:
         """Wait for the draws and return them. Raises the error of a step that failed on the device."""
-        return self.draws.read()
+        drawn = self.draws.read()
+        return drawn if self.routes is None else drawn._replace(routes=self.routes())
 
 
 class Worker:
@@ -97,24 +105,43 @@ class Worker:
         self.model, self.backend = kernels.model, kernels.backend
         self.graphs = device.graphs(kernels.model, config, kernels.backend)
         """captured steps; None: every step is launched kernel by kernel"""
+        self.recorder: RouteRecorder | None = None
+        """records the routes of each step; None: they are not kept"""
         self.asleep: set[Tag] = set()
         """parts of the memory that are released"""
         self._drawn: torch.Tensor | None = None
         """[D] int32 on the device, drawn by the newest step: the next plan may refer to them as pending tokens"""
 
     @property
+    def routing(self) -> Routing | None:
+        """Return the shape of the routes that are kept; None: none are."""
+        return None if self.kv.routes is None else Routing(*self.kv.routes.geometry)
+
+    @property
     def pools(self) -> PoolCounts:
         """Return the sizes of the pools, for the scheduler."""
         longest = -(-self.model.context // self.config.block_size)
         slots = None if self.kv.states is None else self.kv.states.slots
-        return PoolCounts(len(self.kv.data), len(self.kv.host), longest, slots)
+        window, windows = self.kv.window, None
+        if window is not None:
+            windows = WindowCounts(max(windows_of(self.model)), len(window.data), len(window.host))
+        return PoolCounts(len(self.kv.data), len(self.kv.host), longest, slots, windows)
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def move(self, plan: Plan) -> Copied:
         """Run the copies of KV of a plan; called for every plan, copies or none. Returns the copies that have ended."""
         if self.kv.states is not None:
             self.kv.states.move(plan.state_moves)
-        return self.kv.move(plan.moves, plan.spans)
+        copied = self.kv.move(plan.moves, plan.spans)
+        if self.kv.window is None:
+            return copied
+        of_windows = self.kv.window.move(plan.window_moves, plan.window_spans)
+        return Copied(copied.blocks + of_windows.blocks, copied.seconds + of_windows.seconds)
+
+    @torch.inference_mode()
+    def advance(self, plan: Plan) -> None:
+        """Advance recurrent states by the tokens of the step before that count; before the copies of the plan (`move`)."""
+        advance_states(self.model, self.kv, plan.state_advances)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> InFlight:
@@ -122,16 +149,18 @@ class Worker:
         Pending tokens are read from the draws of the plan executed before."""
         started = time.perf_counter()
         batch = Batch.build(plan, self.kv.block_size, self.device.memory, self.model.geometry.dtype, self._drawn)
-        batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
+        windowed = prepared_window(batch, self.backend, self.kv)
+        batch = replace(batch, attention=self.backend.prepare(batch, self.kv), windowed=windowed)
         built = time.perf_counter()
         began = self.device.mark() if batch.num_tokens > 4 * max(plan.num_rows, batch.num_logits) else None
         run = self.graphs if self.graphs is not None and self.graphs.covers(batch) else self.model
         logits = run.forward(batch, self.kv, self.backend)
         prefill_seconds = None if began is None else partial(self.device.seconds, began, self.device.mark())
         launched = time.perf_counter()
+        routes = None if self.recorder is None or self.kv.routes is None else self.recorder.keep(batch, plan, self.kv.routes)
         draws = self.device.sample(logits, batch.sampling)
         self._drawn = draws.tokens
-        return InFlight(draws, prefill_seconds, built - started, launched - built, time.perf_counter() - launched)
+        return InFlight(draws, prefill_seconds, built - started, launched - built, time.perf_counter() - launched, routes)
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def stage(self, update: WeightUpdate) -> Staging:
@@ -141,8 +170,10 @@ class Worker:
         return self.weights.stage(update)
 
     def commit(self, staging: Staging) -> None:
-        """Make the staged weights live, in place, with no step in flight: see `Weights.commit`."""
+        """Make the staged weights live, in place, with no step in flight: see `Weights.commit`. Returns when the device has
+        them."""
         self.weights.commit(staging)
+        self.device.settle()
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_may_sleep(self, level: int) -> None:
@@ -202,17 +233,20 @@ class Worker:
 
     @torch.inference_mode()
     def _warm_up_step(self, rows: int, count: int) -> None:
-        """Run a step twice: with draws from whole distributions, and with draws that truncate them."""
+        """Run a step twice: with draws from whole distributions, and with draws that truncate them. All rows write the first
+        state, which no sequence has yet."""
         size, dtype = self.kv.block_size, self.model.geometry.dtype
         table = np.zeros((rows, -(-count // size)), np.int32)
         plan = plan_by_hand(np.zeros((rows, count), np.int32), np.zeros(rows, np.int32), table)
         if self.kv.states is not None:
-            plan = plan._replace(state_reads=np.full(rows, -1, np.int32), state_writes=np.full(rows, -1, np.int32))
+            plan = plan._replace(state_reads=np.full(rows, -1, np.int32), state_writes=np.zeros(rows, np.int32))
+        if self.kv.window is not None:
+            plan = plan._replace(window_table=table)
         cut = plan._replace(sampling=plan.sampling.copy())
         cut.sampling["top_p"] = CUT
         for each in (plan, cut):
             batch = Batch.build(each, size, self.device.memory, dtype)
-            batch = replace(batch, attention=self.backend.prepare(batch, self.kv))
+            batch = prepared(batch, self.backend, self.kv)
             if self.graphs is not None and self.graphs.covers(batch):
                 logits = self.graphs.warm(batch, self.kv, self.backend)
             else:
@@ -232,16 +266,47 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
         report(f"loading the weights as {config.dtype}")
         model = open_model(config, device.memory)
     device.check(model)
-    if states_of(model) is not None:
-        config = without_drafts(config, drafts)
     if config.weight_offload is not None and streamed_of(model) is None:
-        raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, Streamed(…))")
+        raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
+    if config.latent_kv != stores_latents(module_of(model)):
+        raise ValueError(
+            f"latent_kv={config.latent_kv}: {model.name} was given otherwise; call use_latent_kv, or plain_kv, first"
+        )
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
+    if isinstance(model, Model) and model.states is not None and not model.takes_drafts_back:
+        config = without_drafts(config, drafts)
+    kernels, routes = with_routes(config, kernels)
     report("allocating the KV pools")
     weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
-    kv = take_kv(config, device, model)
-    return Worker(fitted(config, kv), device, kernels, kv, weights)
+    kv = take_kv(config, device, model, routes)
+    worker = Worker(fitted(config, kv), device, kernels, kv, weights)
+    if routes is not None and isinstance(model, Model):
+        most = max(16, StepCapacity.of(config, model).tokens)
+        worker.recorder = RouteRecorder(model.module, routes, most, device.memory)
+    return worker
+
+
+def with_routes(config: EngineConfig, kernels: ModelKernels) -> tuple[ModelKernels, RouteGeometry | None]:
+    """Return the shape of a model's routes if they are to be kept, and its kernels: the module runs its layers then, which has
+    the bits of a decoder. Raises NoRoutes (a ValueError) for a model without routes."""
+    model, path = kernels.model, kernels.path
+    if not config.routed_experts:
+        return kernels, None
+    if not isinstance(model, Model):
+        raise NoRoutes(f"routed_experts: {model.name} has no module")
+    try:
+        routes = routes_geometry(model.module)
+    except NoRoutes as error:
+        raise NoRoutes(f"routed_experts: {error}; leave it out") from error
+    if model.decoder is not None and path is not None:
+        if config.advanced.fused_layers:
+            raise NoRoutes("routed_experts: fused layers do not record routes; leave advanced.fused_layers out")
+        model.run_by(None)
+        kernels = kernels._replace(path=path._replace(decoder=None, why="routed_experts: the module records the routes"))
+    size = routes.bytes_per_token
+    log.info("routes layers=%d chosen=%d experts=%d bytes_per_token=%d", *routes.shape, routes.experts, size)
+    return kernels, routes
 
 
 def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> ModelKernels:
@@ -252,31 +317,67 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8))
+    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv))
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
     return kernels
 
 
-def take_kv(config: EngineConfig, device: Device, model: ModelLike) -> PagedKV:
-    """Allocate both KV pools. Raises ValueError if there is not enough memory for them, or for their block tables in host
-    memory."""
+def take_kv(config: EngineConfig, device: Device, model: ModelLike, routes: RouteGeometry | None = None) -> PagedKV:
+    """Allocate both KV pools, and those of routes. Raises ValueError if there is not enough memory for them, or for
+    their block tables in host memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
-    block_bytes = kept.bytes_per_token * config.block_size
+    block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_size
     sizes, geometry, states = pool_sizes(config, block_bytes, memory), states_of(model), None
     if geometry is not None:
         slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes, memory)
-        states = StatePages(geometry, slots, memory)
-    kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
-    check_tables(config, min(-(-model.context // config.block_size), sizes.device))
+        states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))
+    windows = windows_of(model)
+    longest = -(-model.context // config.block_size)
+    if any(windows):
+        kv, sizes = _with_windows(config, device, model, sizes, block_bytes)
+    else:
+        kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
+    kv.routes = None if routes is None else RoutePages(routes, sizes, memory)
+    check_tables(config, min(longest, len(kv.data)) * (2 if any(windows) else 1))
     return kv
 
 
+def _with_windows(
+    config: EngineConfig, device: Device, model: ModelLike, sizes: PoolSizes, block_bytes: int
+) -> tuple[PagedKV, PoolSizes]:
+    """Allocate pools for the layers with full attention and for those with a window. Returns them, and the size of the former.
+
+    Args:
+        sizes: blocks for all of them together.
+        block_bytes: of such a block, routes included.
+    """
+    windows, kept = windows_of(model), model.geometry.kept_as(config.kv_dtype)
+    windowed, longest = [window > 0 for window in windows], -(-model.context // config.block_size)
+    layers = [[i for i, each in enumerate(windowed) if each == kind] for kind in (False, True)]
+    full, window = (kept.part(each) for each in layers)
+    of_windows = window.bytes_per_token * config.block_size
+    each = BlockBytes(block_bytes - of_windows, of_windows)
+    counts, sizes = window_sizes(config, sizes, each, max(windows), longest)
+    kv = PagedKV(full, sizes, device.memory, device.copy_engine())
+    beside = sizes._replace(device=counts.device, host=counts.host)
+    kv.join(PagedKV(window, beside, device.memory, device.copy_engine()), windowed)
+    log.info(
+        "windows tokens=%d layers=%d of=%d blocks=%d host_blocks=%d block_bytes=%d",
+        counts.tokens, sum(windowed), len(windowed), counts.device, counts.host, each.window,
+    )  # fmt: skip
+    return kv, sizes
+
+
 def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
-    """Turn drafts off, for a model with recurrent state. asked: `EngineConfig.drafts` as the user set it. Raises ValueError."""
+    """Turn drafts off, for a model whose recurrent layers have no kernels that keep the inputs of a row. asked:
+    `EngineConfig.drafts` as the user set it. Raises ValueError."""
     if asked:
-        raise ValueError(f"drafts={asked}: a recurrent state cannot go back behind a rejected draft; set 0, or leave it out")
+        raise ValueError(
+            f"drafts={asked}: without the kernels of the CPU, a recurrent state cannot go back behind a rejected draft; set 0, "
+            "or leave it out"
+        )
     return msgspec.structs.replace(config, drafts=0)
 
 

@@ -8,6 +8,7 @@
     python -m rollout.recipes.grpo --partial      # slow children go on beside the next batch, under new weights
     python -m rollout.recipes.grpo --no-refresh   # the control: the service keeps its first weights; the reward stays
     python -m rollout.recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
+    python -m rollout.recipes.grpo --model shape:tiny-moe --task even-ids    # a mixture of experts, without a download
 
 The groups of a step are sampled while the trainer works on those before it, so a token is at most one version old ("one step
 off-policy"); the importance ratio against the service's own log-probs corrects for that. The trainer computes with the
@@ -39,6 +40,7 @@ import numpy as np
 from rollout import Handle, RolloutClient, Sample, Sampling, models
 from rollout.config import Config, InputError, TrackingConfig
 from rollout.engine.config import EngineConfig
+from rollout.engine.forward.shapes import is_random
 from rollout.process import service_process
 from rollout.recipes import program
 from rollout.recipes.program import say
@@ -47,14 +49,20 @@ if TYPE_CHECKING:
     import torch  # imported when the training begins: `--help` does not wait for it
 
 
+EVEN_IDS = "even-ids"
+PROMPT = 8
+"""tokens of a prompt of EVEN_IDS"""
+
+
 @dataclass(frozen=True)
 class Options:
     """What to train and how."""
 
     model: str = "smollm2"
-    """smollm2, a folder, or a hub id"""
+    """smollm2, a folder, a hub id, or shape:NAME, which has random weights and no tokenizer"""
     task: str = "times-table"
-    """times-table = products of two digits, or a data set of reasoning-gym, for example chain_sum"""
+    """times-table = products of two digits; even-ids = token ids that are even, for a model without a tokenizer; or a data set
+    of reasoning-gym, for example chain_sum"""
     task_config: str = "{}"
     """settings of a data set of reasoning-gym, as JSON"""
     steps: int = 60
@@ -85,6 +93,8 @@ class Options:
     """questions that are never trained on, asked greedily before and after; 0 = none"""
     exact: bool = True
     """the trainer's forward has the service's bits; --no-exact trains with plain transformers"""
+    replay: bool = False
+    """of a mixture of experts: the trainer's routers choose the experts that the service chose (R3)"""
     partial: bool = False
     """a batch ends when three quarters of each group's children have: the others are cut, go on beside the next batch, under
     new weights, and their groups are trained on one step later"""
@@ -164,6 +174,35 @@ class Task:
         """Return the score of the last number in the text."""
         numbers = re.findall(r"-?\d+", self.tokenizer.decode(sample.token_ids, skip_special_tokens=True))
         return self.data[index].score(numbers[-1]) if numbers else 0.0
+
+
+class EvenIds:
+    """A task without text: prompts are token ids at random, the reward is the share of even ids among those sampled."""
+
+    def __init__(self, options: Options, vocabulary: int) -> None:
+        rng = random.Random(options.seed)
+        size = options.steps * options.groups + options.groups
+        self.prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(size + options.held_out)]
+        self.held_out = range(size, len(self.prompts))
+
+    def __len__(self) -> int:
+        return self.held_out.start
+
+    def prompt(self, index: int) -> list[int]:
+        return self.prompts[index]
+
+    def reward(self, index: int, sample: Sample) -> float:
+        return float((sample.token_ids % 2 == 0).mean())
+
+
+def task_of(options: Options, folder: Path, model: Any) -> tuple[Any, Any]:
+    """Return the task, and the tokenizer if the model has one. Raises InputError."""
+    if options.task == EVEN_IDS:
+        return EvenIds(options, model.get_input_embeddings().num_embeddings), None
+    if is_random(folder):
+        raise InputError(f"--model {options.model}: a shape has no tokenizer: give --task {EVEN_IDS}")
+    tokenizer = models.load_tokenizer(folder)
+    return Task(options, tokenizer), tokenizer
 
 
 Row = dict[str, float]
@@ -272,7 +311,13 @@ def submit(options: Options, client: RolloutClient, task: Task, step: int) -> li
         return handles
     for index in range(step * options.groups, (step + 1) * options.groups):
         seed = options.seed * 1_000_003 + index
-        sampling = Sampling(n=options.n, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)
+        sampling = Sampling(
+            n=options.n,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=seed,
+            routed_experts=options.replay,
+        )
         if options.partial:
             sampling = msgspec.structs.replace(sampling, finish_after=-(-3 * options.n // 4))
         handles.append(client.submit(task.prompt(index), sampling, group_id=f"{step}/{index}"))
@@ -365,6 +410,8 @@ class NothingToLearn(InputError):
 def main(options: Options, train: Trainer = train) -> list[Row]:
     """Run a service, train against it by `train`, and leave curves and rows in `options.out`, the model in `options.save`.
     Raises KeyboardInterrupt and NothingToLearn after the results of the finished steps were kept."""
+    if options.wandb and importlib.util.find_spec("wandb") is None:
+        raise InputError("wandb is not installed: pip install 'rl-rollout[wandb]', or give --no-wandb")
     say(f"loading {options.model}")
     from rollout.engine.cpu.backward import fast_in_bf16
     from rollout.exact import use_exact
@@ -374,10 +421,10 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
     folder = models.resolve(options.model)
     for made in filter(None, (options.out, options.save)):
         made.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = policy.load(folder, options.seed, options.threads), models.load_tokenizer(folder)
+    model = policy.load(folder, options.seed, options.threads)
     if options.lora:
         model = policy.with_adapters(model, options.lora_rank, options.lora_alpha)
-    task = Task(options, tokenizer)
+    task, tokenizer = task_of(options, folder, model)
     with ExitStack() as stack:
         run = open_wandb(options, stack) if options.wandb else None
         say("starting the service")
@@ -455,17 +502,16 @@ def report(options: Options, task: Task, outcome: Outcome) -> None:
 
 def service_config(options: Options, folder: Path) -> Config:
     engine = EngineConfig(
-        model=str(folder), kv_gib=options.kv_gib, cpu_offload_gib=options.kv_gib, seed=options.seed, threads=options.threads
-    )
+        model=str(folder), kv_gib=options.kv_gib, cpu_offload_gib=options.kv_gib, seed=options.seed, threads=options.threads,
+        routed_experts=options.replay,
+    )  # fmt: skip
     return Config(engine=engine, tracking=TrackingConfig(interval_s=2.0, audit_every=16))
 
 
 def open_wandb(options: Options, stack: ExitStack) -> Any:
-    """Start a run that ends with the stack. Raises InputError."""
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise InputError("wandb is not installed: pip install 'rl-rollout[wandb]', or give --no-wandb") from None
+    """Start a run that ends with the stack."""
+    import wandb
+
     from rollout.metrics.sinks import define_metrics, described_run
 
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")

@@ -5,6 +5,7 @@ Only this module imports torch, so that `--help` of a recipe does not wait for i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from rollout import Sample
-from rollout.exact import token_logprobs
+from rollout.exact import replay, token_logprobs
 
 
 class Learner:
@@ -57,13 +58,25 @@ def logprobs(model: Any, prompt: list[int], samples: list[Sample], temperature: 
     who = torch.tensor(owner)
     hidden_from = ~((who == -1) | (who == who[:, None])).tril()
     mask = torch.zeros(hidden_from.shape, dtype=model.dtype).masked_fill(hidden_from, -torch.inf)
-    hidden = model.base_model(
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.tensor([positions]),
-        attention_mask=mask[None, None],
-        use_cache=False,
-    ).last_hidden_state[0, predictors]
+    with routed(model, samples):
+        hidden = model.base_model(
+            input_ids=torch.tensor([ids]),
+            position_ids=torch.tensor([positions]),
+            attention_mask=mask[None, None],
+            use_cache=False,
+        ).last_hidden_state[0, predictors]
     return token_logprobs(model.get_output_embeddings()(hidden), torch.tensor(targets), temperature)
+
+
+def routed(model: Any, samples: list[Sample]) -> AbstractContextManager[None]:
+    """Let the routers choose the experts that the service chose, if the samples have them. Routes lie as the tokens do in
+    `logprobs`: the first of each sample is that of the prompt's last token."""
+    first = samples[0]
+    if first.routed_experts is None:
+        return nullcontext()
+    own = [sample.routed_experts[1:] for sample in samples if sample.routed_experts is not None]
+    assert first.prompt_routed_experts is not None and len(own) == len(samples)
+    return replay(model, np.concatenate([first.prompt_routed_experts, first.routed_experts[:1], *own]))
 
 
 def policy_of(model: Any) -> Any:
@@ -127,12 +140,13 @@ def lags(groups: list[list[Sample]], version: int) -> np.ndarray:
 
 
 def load(folder: Path, seed: int, threads: int) -> Any:
-    """Load a model in bf16 for a trainer with `threads` CPU threads. seed: of new adapters."""
-    from transformers import AutoModelForCausalLM
+    """Load a model in bf16 for a trainer with `threads` CPU threads; of a shape the service's random weights. seed: of new
+    adapters."""
+    from rollout.engine.forward.random_weights import load_module
 
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return load_module(folder, dtype=torch.bfloat16)
 
 
 def with_adapters(model: torch.nn.Module, rank: int, alpha: int) -> torch.nn.Module:
@@ -147,4 +161,5 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model for `rollout serve --model FOLDER`: safetensors, configuration, tokenizer. Adapters are merged into it."""
     whole = model.merge_and_unload() if hasattr(model, "peft_config") else model
     whole.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
         AsyncRolloutClient,
         Handle,
         LinkTiming,
+        Receipt,
         RefreshHandle,
         RolloutClient,
         SampleStream,
+        Verified,
     )
     from rollout.engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk, TokenColumns
     from rollout.transport.errors import (
@@ -66,6 +68,7 @@ __all__ = [
     "NotBelieved",
     "PartialSample",
     "ProtocolError",
+    "Receipt",
     "RefreshHandle",
     "Refreshed",
     "RequestTimeout",
@@ -80,6 +83,7 @@ __all__ = [
     "StaleWeights",
     "TokenChunk",
     "TokenColumns",
+    "Verified",
     "VersionMismatch",
     "WeightsRefused",
     "Welcome",

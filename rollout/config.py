@@ -82,7 +82,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Raises ValueError naming the field and what it accepts."""
         if not self.client_grace_s >= MIN_GRACE_S:
             raise ValueError(
-                f"client_grace_s={self.client_grace_s}: at least {MIN_GRACE_S}, clients send a heartbeat every second"
+                f"client_grace_s={self.client_grace_s}: must be at least {MIN_GRACE_S}; clients send a heartbeat every second"
             )
         if self.max_outbox_bytes < 1:
             raise ValueError(f"max_outbox_bytes={self.max_outbox_bytes}: must be at least 1")

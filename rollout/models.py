@@ -15,6 +15,7 @@ transformers only for a shape.
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import re
 import shutil
@@ -93,6 +94,41 @@ def load_tokenizer(folder: str | Path, local: bool = True) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"{folder}: no tokenizer could be loaded from it ({error})") from error
+
+
+def stacked_experts(named_tensors: Any, model_type: str) -> dict[str, Any]:
+    """Return tensors under the names and in the shapes of transformers' module, given those of a published checkpoint: one
+    matrix for each expert there (`experts.0.gate_proj.weight`), all experts in one tensor [E, …] here. The mapping is the one
+    that transformers loads checkpoints with; tensors that have their names already stay.
+
+    Args:
+        named_tensors: dict, or (name, tensor) pairs.
+        model_type: of the model's configuration, such as "qwen3_moe".
+
+    Raises:
+        ValueError: the experts of a tensor are not complete.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_checkpoint_conversion_mapping(model_type) or []
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    stacks: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    for name, tensor in sorted(dict(named_tensors).items(), key=lambda pair: dot_natural_key(pair[0])):
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:
+            found[renamed] = tensor
+        else:
+            stacks.setdefault(renamed, copy.deepcopy(by_pattern[pattern])).add_tensor(renamed, name, pattern, tensor)
+    for name, stack in stacks.items():
+        counts = {pattern: len(stack.collected_tensors.get(pattern, ())) for pattern in stack.source_patterns}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"{name}: its experts are not complete: {counts}")
+        found |= stack.convert(name)
+    return found
 
 
 def hide_progress_bars() -> None:

@@ -11,7 +11,10 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+from packaging.tags import compatible_tags, cpython_tags
+from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"rollout", "tests"}
@@ -118,6 +121,25 @@ def test_what_is_missing_is_seen() -> None:
     """The negative controls: a wheel less, and a file of tests that takes more."""
     assert lacking(gpu_tests(), carried() - {"msgspec"}) == {"msgspec"}
     assert "hypothesis" in lacking([ROOT / "tests/engine/test_stop_strings.py"], carried())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.12", "3.11"])
+def test_wheels_are_for_the_python_that_was_named(version: str, tmp_path: Path) -> None:
+    """Each wheel can be installed there, by its tags; another version's cannot."""
+    command = ["make", "wheels", f"PYTHON={sys.executable}", f"WHEELS={tmp_path}", f"GPU_VERSION={version}"]
+    subprocess.run(command, cwd=ROOT, timeout=300, check=True)
+    wheels = {plain(parts[0]): parts[3] for parts in (parse_wheel_filename(each.name) for each in tmp_path.iterdir())}
+    assert set(wheels) == carried()
+    major, minor = map(int, version.split("."))
+    platforms = [f"manylinux_2_{glibc}_x86_64" for glibc in range(28, 4, -1)] + ["manylinux2014_x86_64"]
+
+    def installable(minor: int) -> set[str]:
+        there = {*cpython_tags((major, minor), platforms=platforms), *compatible_tags((major, minor), platforms=platforms)}
+        return {name for name, tags in wheels.items() if tags & there}
+
+    assert installable(minor) == carried()
+    assert "msgspec" not in installable(minor + 1)
 
 
 def test_every_test_for_a_gpu_is_run() -> None:

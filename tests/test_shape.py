@@ -354,11 +354,12 @@ def test_every_folder_and_file_of_the_engine_is_in_the_map() -> None:
 
 
 RECEIVERS = {
-    "self.scheduler": "Scheduler", "self.kv": "PagedKV", "Batch": "Batch", "self.backend": "Backend", "run": "Model",
+    "self.scheduler": "Scheduler", "self.kv": "PagedKV", "self.kv.states": "StatePages",
+    "Batch": "Batch", "self.backend": "Backend", "run": "Model",
     "self.device": "Device",
 }  # fmt: skip
 """what the names in `rollout.engine.pipeline.Pipeline` and `rollout.engine.worker.Worker` stand for in the picture"""
-BESIDE_THE_PICTURE = {"Device.mark", "Scheduler.moved", "Scheduler.fail_stuck", "Scheduler.step_failed"}
+BESIDE_THE_PICTURE = {"Device.mark", "Scheduler.advanced", "Scheduler.moved", "Scheduler.fail_stuck", "Scheduler.step_failed"}
 """clocks, notes and failures"""
 
 
@@ -587,6 +588,7 @@ def quick() -> set[str]:
 
 WHOLE = {
     "tests/engine/test_equivalence.py": "whole models",
+    "tests/engine/test_kv_versions.py": "whole models",
     "tests/engine/test_cuda_static.py": "compiles every kernel",
     "tests/engine/test_long_tail.py": "schedules of thousands of steps",
     "tests/engine/test_simulated.py": "schedules of thousands of steps",

@@ -13,7 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.engine.types import SEED_LIMIT, Group, PartialSample, Refreshed, Sample, Sampling, Spans, TokenChunk
+from rollout.engine.types import (
+    SEED_LIMIT,
+    Group,
+    PartialSample,
+    Refreshed,
+    Routing,
+    Sample,
+    Sampling,
+    Spans,
+    TokenChunk,
+    valid_kv_spans,
+)
 
 ROUNDING = 1e-4
 """by which a log-prob may exceed 0, because of float32 sums"""
@@ -36,6 +47,8 @@ class Bounds(NamedTuple):
     least_version: int = 0
     """of the weights when the group was sent: older ones cannot generate its tokens"""
     was_live: Callable[[int], bool] = any_version
+    routing: Routing | None = None
+    """shape of the routes that the service keeps"""
 
 
 NOTHING = Bounds(0, frozenset())
@@ -56,12 +69,17 @@ def check_sample(sample: Sample, group: Group, partial: PartialSample | None, bo
     if sample.error is not None and sample.finish_reason != "error":
         raise _wrong(sample, "error", sample.error, 'None, unless finish_reason is "error"')
     _check_columns(sample, group.sampling, bounds.vocab_size)
+    _check_routes(sample, group.sampling, bounds.routing)
+    if sample.prompt_routed_experts is not None:
+        _check_prompt_routes(sample, group.sampling, bounds.routing)
     if sample.finish_reason == "error" and not len(sample.token_ids):
         partial = None  # what it had was dropped with it
     skip = 0 if partial is None or group.score else len(partial.token_ids)
-    _check_values(sample, skip, bounds.vocab_size, given=group.score)
-    _check_partial(sample, partial, group.score)
+    _check_values(sample, skip, bounds.vocab_size, given=group.score and not group.redraw)
+    _check_partial(sample, partial, group)
     _check_versions(sample, skip, bounds)
+    if not valid_kv_spans(sample.kv_versions, len(sample.token_ids)):
+        raise _wrong(sample, "kv_versions", sample.kv_versions, "spans that ascend, within its tokens")
     _check_end(sample, group, partial, bounds.eos_token_ids)
 
 
@@ -70,6 +88,7 @@ def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
     if not _is_seed(chunk.seed, group.sampling):
         raise _wrong(chunk, "seed", chunk.seed, f"{group.sampling.seed}")
     chunk.validate(group.sampling, bounds.vocab_size)
+    _check_routes(chunk, group.sampling, bounds.routing)
     _check_values(chunk, 0, bounds.vocab_size, given=False)
     _check_versions(chunk, 0, bounds)
 
@@ -140,6 +159,26 @@ def _check_columns(sample: Sample, sampling: Sampling, vocab_size: int) -> None:
         raise _wrong(sample, "token_ids", f"with {bad}", f"0 to {vocab_size - 1}")
 
 
+def _check_routes(child: Sample | TokenChunk, sampling: Sampling, routing: Routing | None) -> None:
+    """Check whether there are routes, their dtype, shape and values."""
+    routes, tokens = child.routed_experts, len(child.token_ids)
+    if routes is None and (not sampling.routed_experts or not tokens):
+        return
+    if routes is None or not sampling.routed_experts or routing is None:
+        raise _wrong(
+            child, "routed_experts", "none" if routes is None else routes.shape, "there if they were requested, else none"
+        )
+    routing.check(routes, tokens, f"sample {child.index} has routed_experts")
+
+
+def _check_prompt_routes(sample: Sample, sampling: Sampling, routing: Routing | None) -> None:
+    routes = sample.prompt_routed_experts
+    assert routes is not None
+    if not sampling.routed_experts or routing is None:
+        raise _wrong(sample, "prompt_routed_experts", routes.shape, "none: they were not requested")
+    routing.check(routes, sample.prompt_tokens - 1, f"sample {sample.index} has prompt_routed_experts")
+
+
 def _check_values(child: Sample | TokenChunk, skip: int, vocab_size: int, given: bool) -> None:
     """Check log-probs after the first `skip` tokens, which the client submitted. given: the tokens are given, so some may have
     probability 0."""
@@ -161,18 +200,24 @@ def _check_values(child: Sample | TokenChunk, skip: int, vocab_size: int, given:
         raise _wrong(child, "top_logprobs", "that are none", "finite, not above 0, and -inf where top_ids is -1")
 
 
-def _check_partial(sample: Sample, partial: PartialSample | None, score: bool) -> None:
+def _check_partial(sample: Sample, partial: PartialSample | None, group: Group) -> None:
     """Check that the sample begins with the tokens of its partial sample."""
     if partial is None:
         return
     had, tokens = len(partial.token_ids), sample.token_ids
-    if score:
-        if not np.array_equal(tokens, partial.token_ids[: len(tokens)]):
+    if group.score:
+        same = max(0, len(tokens) - group.redraw)  # a child that is drawn again ends with the first other token
+        if len(tokens) > had or not np.array_equal(tokens[:same], partial.token_ids[:same]):
             raise _wrong(sample, "token_ids", "that were not given", "those to score")
         return
     if not np.array_equal(tokens[:had], partial.token_ids):
         raise _wrong(
             sample, "token_ids", "that do not go on from those it had", f"the {had} of the partial sample, then others"
+        )
+    given, got = partial.routed_experts, sample.routed_experts
+    if given is not None and got is not None and got[:had].tobytes() != given.tobytes():
+        raise _wrong(
+            sample, "routed_experts", "that do not go on from those it had", f"the {had} of the partial sample, then others"
         )
     if sample.logprobs[:had].tobytes() != partial.logprobs.tobytes():
         raise _wrong(sample, "logprobs", "that do not go on from those it had", f"the {had} of the partial sample, then others")
@@ -215,7 +260,7 @@ def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos:
         case "stop":
             allowed = not group.score and len(tokens) > sampling.min_tokens and _stops(sample, sampling, eos)
         case "scored":
-            allowed = group.score and len(tokens) == most
+            allowed = group.score and (len(tokens) == most or (group.redraw and 0 < len(tokens) < most))
         case "cut":
             allowed = not group.score and sampling.finish_after is not None
         case "deadline":
@@ -227,7 +272,8 @@ def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos:
     if not allowed:
         raise _wrong(sample, "finish_reason", f"{reason!r} after {len(tokens)} tokens", "one that its group allows")
     by, end = sample.stopped_by, sample.text_end
-    if (by is None) != (end is None) or by is not None and (reason != "stop" or by not in sampling.stop) or (end or 0) < 0:
+    stops = reason == "stop" or (reason == "scored" and group.redraw)
+    if (by is None) != (end is None) or by is not None and (not stops or by not in sampling.stop) or (end or 0) < 0:
         raise _wrong(sample, "stopped_by, text_end", (by, end), "one of Sampling.stop, and where it begins, or None")
 
 

@@ -1,4 +1,4 @@
-"""message <-> frames.
+"""Encodes messages as frames, and decodes frames to messages.
 
     frame 0        header: MessagePack of a tagged Struct; an array field is [frame, dtype, shape]
     frame 1 ...    one frame for each array: its elements, C order, little-endian, nothing else

@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from rollout.engine.types import FinishReason, KVPolicy, Limits, Refreshed, Sampling, Tag
+from rollout.engine.types import FinishReason, KVPolicy, Limits, Refreshed, Routing, Sampling, Tag
 from rollout.transport.weights import Offer
 
-PROTOCOL = 3
+PROTOCOL = 4
 DIGESTS = "digests"
 """capability of both ends: Alive and Submit name a weight version together with the digest of its weights"""
 GATHERS = "gathers"
@@ -35,6 +35,10 @@ UNTAKEN_BYTES = 8 << 20
 DIGEST_BYTES = 16
 MOST_REPLICAS = 1024
 """of a fleet"""
+ROUTES_FRAME_BYTES = 4 << 20
+"""routes of experts travel in frames of at most so many bytes, since those of a long sample exceed `Limits.max_frame_bytes`"""
+OTHER_FRAMES = 16
+"""more than a message with routes has besides them"""
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 PushId = SessionId
@@ -78,17 +82,24 @@ class PackedChildren(msgspec.Struct, frozen=True, eq=False, forbid_unknown_field
     """[T] float32"""
     spans: np.ndarray
     """[S, 3] int64: place among the C children, first token, version"""
+    kv_spans: np.ndarray | None = None
+    """[K, 4] int64: place among the C children, token, position, version, see `Sample.kv_versions`; None: there are none"""
     raw_logprobs: np.ndarray | None = None
     """[T] float32, if the group asks for them"""
     top_ids: np.ndarray | None = None
     """[T, k] int32, if the group asks for the k most probable tokens"""
     top_logprobs: np.ndarray | None = None
     """[T, k] float32"""
+    routed_experts: list[np.ndarray] | None = None
+    """[T, layers, chosen] uint8 or uint16 in frames of at most ROUTES_FRAME_BYTES, if the group asks for routes"""
 
     def arrays(self) -> Iterator[np.ndarray]:
         """Yield every array, in the order of the fields."""
         for name in self.__struct_fields__:
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                yield from value
+            elif value is not None:
                 yield value
 
 
@@ -116,6 +127,8 @@ class Submit(msgspec.Struct, frozen=True, eq=False, tag="submit", forbid_unknown
     require_digest: str = ""
     """refuse the group if the live weights have version `require_version` and another digest; empty for services without
     DIGESTS"""
+    redraw: bool = False
+    """with `score`: draw the tokens again, see `Group.redraw`"""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
@@ -276,13 +289,20 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """[groups, DIGEST_BYTES] uint8: digests of the groups in Hello that the service has; the client submits the others
     again"""
     arithmetic: str = ""
-    """name/version of the arithmetic: services with equal arithmetic, weights, prompts and seeds generate equal samples"""
+    """name/version of the arithmetic: services with equal arithmetic, block_size, weights, prompts and seeds generate equal
+    samples"""
+    block_size: int = 0
+    """tokens of a KV block; 0: unknown"""
+    kv_dtype: str = ""
+    """dtype in which KV is stored; "": unknown"""
     starts: int = 0
     """number of starts of this incarnation, if the service has a journal; 0: no journal, and a restart loses all groups"""
     digest: str = ""
     """of the weights; "": unknown"""
     served_model_name: str = ""
     """under which HTTP clients know the model; "": the name of its folder"""
+    routing: Routing | None = None
+    """shape of the routes of experts that it keeps for `Sampling.routed_experts`; None: it keeps none"""
 
     def __repr__(self) -> str:
         """Describe the service in one line."""
@@ -314,6 +334,9 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     error: str | None
     stopped_by: str | None
     text_end: int | None
+    prompt_routes: Annotated[int, msgspec.Meta(ge=0)] | None
+    """number of its rows in `SamplesDone.prompt_routes`; None: it has none"""
+    kv_versions: list[tuple[int, int, int]] = []
 
 
 class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_unknown_fields=True):
@@ -336,6 +359,10 @@ class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_u
     """[T, k] int32"""
     top_logprobs: np.ndarray | None = None
     """[T, k] float32"""
+    routed_experts: list[np.ndarray] | None = None
+    """[T, layers, chosen] uint8 or uint16, in frames as in PackedChildren"""
+    prompt_routes: list[np.ndarray] | None = None
+    """[positions, layers, chosen] of prompts, in frames: of the children that have them, one after the other"""
 
 
 class Progress(msgspec.Struct, frozen=True, eq=False, tag="progress", forbid_unknown_fields=True):
@@ -488,7 +515,7 @@ def digest(submit: Submit) -> bytes:
     """Hash what a Submit asks for, with BLAKE2b, to DIGEST_BYTES bytes. A NaN equals itself."""
     arrays = [submit.prompt, *(() if submit.partials is None else submit.partials.arrays())]
     kinds = [(dtype_name(array.dtype), array.shape) for array in arrays]
-    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, submit.after, kinds, submit.score)
+    fields = (submit.group_id, submit.serial, submit.sampling, submit.indices, submit.after, kinds, submit.score, submit.redraw)
     state = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=DIGEST_BYTES)
     for array in arrays:
         state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

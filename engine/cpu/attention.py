@@ -1,4 +1,4 @@
-"""Attention backend of `c/attention.c`, for any instruction set, called through ctypes.
+"""Attention backend for CPUs: calls `c/attention.c`, compiled for any instruction set, through ctypes.
 
 The layout of K and V inside a block depends on the instruction set (see the C file), so only this process can read it.
 """
@@ -16,13 +16,13 @@ from rollout.engine.cpu.build import build, check_layout, load
 from rollout.engine.cpu.isa import best, isa_of
 from rollout.engine.cpu.kernels import Tuning
 from rollout.engine.cpu.openmp import symbols
-from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.attention import Scores, located
 
 if TYPE_CHECKING:
     from rollout.engine.forward.batch import Batch
     from rollout.engine.kv.pages import PagedKV
 
-MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 512, 512, 64 * 256
+MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 576, 512, 64 * 256
 LANES = 16
 """block sizes and head dimensions that are multiples of this are packed in the pool"""
 PLAN_ERRORS = {
@@ -58,7 +58,7 @@ class NativeStep:
     """Index arrays of one step in the layout of the kernel, for all layers of one shape. Immutable."""
 
     def __init__(self, struct: _Step, at: np.ndarray, keep: tuple[object, ...]) -> None:
-        self.pointer = ctypes.byref(struct)
+        self.pointer, self.address = ctypes.byref(struct), ctypes.addressof(struct)
         self.tokens: int = struct.tokens
         self.q_heads: int = struct.q_heads
         self.shape = (struct.kv_heads, struct.dim)
@@ -256,19 +256,24 @@ class NativeAttention:
         kv: PagedKV,
     ) -> LayerCalls:
         """Prepare `attend` for all layers, with the scores of each in `asked`, without soft caps and sinks. query and out [T,
-        q_heads, D], key and value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer.
-        They, the batch and the pool must outlive the calls, which run once."""
-        step = self._step_of(batch, kv, 0, query.shape[1])
-        assert len(asked) == len(step.at) and (step.at >= 0).all()
-        assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
-        assert key.shape == value.shape == (step.tokens, *step.shape) and step.value_dim == step.shape[1]
+        q_heads, D], key and value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer;
+        the heads of query may be further apart. They, the batch and the pool must outlive the calls, which run once."""
+        places = [located(layer, batch, kv) for layer in range(len(asked))]
+        steps = [self._step_of(of, pools, at, query.shape[1]) for at, of, pools in places]
+        for step in {step.address: step for step in steps}.values():
+            assert (step.at >= 0).all()
+            assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
+            assert key.shape == value.shape == (step.tokens, *step.shape) and step.value_dim == step.shape[1]
+            assert all(x.dtype == step.dtype for x in (query, key, value, out)) and query.stride(2) == 1
         assert not any(each.softcap or each.sinks is not None for each in asked)
-        assert all(x.dtype == step.dtype and x.is_contiguous() for x in (query, key, value, out))
+        assert all(x.is_contiguous() for x in (key, value, out)) and query.stride(0) == query.shape[1] * query.stride(1)
         calls = ctypes.create_string_buffer(self._call_bytes * len(asked))
+        pointers = (ctypes.c_void_p * len(asked))(*(step.address for step in steps))
+        layers = (ctypes.c_int64 * len(asked))(*(at for at, _, _ in places))
         scaling = (ctypes.c_float * len(asked))(*(each.scaling for each in asked))
         window = (ctypes.c_int64 * len(asked))(*(each.window for each in asked))
-        tensors = [x.data_ptr() for x in (query, key, value, out)]
-        self._calls(calls, step.pointer, len(asked), scaling, window, *tensors)
+        others = [x.data_ptr() for x in (key, value, out)]
+        self._calls(calls, pointers, layers, len(asked), scaling, window, query.data_ptr(), query.stride(1), *others)
         return LayerCalls(self._within, calls, self._call_bytes)
 
     def _step_of(self, batch: Batch, kv: PagedKV, layer: int, q_heads: int) -> NativeStep:
@@ -355,7 +360,7 @@ def _load(path: Path) -> ctypes.CDLL:
         pointer,
     ]
     lib.rollout_attend.restype = None
-    lib.rollout_calls.argtypes = [pointer, pointer, i64, pointer, pointer, *[pointer] * 4]
+    lib.rollout_calls.argtypes = [pointer, pointer, pointer, i64, pointer, pointer, pointer, i64, *[pointer] * 3]
     lib.rollout_calls.restype = None
     lib.rollout_call_bytes.restype = i64
     return lib

@@ -9,14 +9,15 @@ torch's bf16 if it is slow), and the sum of grad.
 
 Experts are modules that transformers' `use_experts_implementation` decorates: rows are sorted by expert, each expert's rows go
 through its two products, and a token's results are summed in order of expert id in fp32, rounded once. So a row's result does
-not depend on which rows share its experts. Routers multiply a matrix that is no nn.Linear's by `F.linear`, which is answered
-with our product.
+not depend on which rows share its experts. Routers, and the experts of DBRX, multiply matrices that are no nn.Linear's by
+`F.linear`, `matmul` or `mm`, which are answered with our product.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,12 +28,17 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import _default_apply_gate
 
 from rollout.engine.cpu.backward import product
-from rollout.engine.cpu.experts import ExpertKernels, sort_routes
-from rollout.engine.cpu.functions import plain_calls, plain_functions
+from rollout.engine.cpu.experts import ExpertKernels, as_routes, sort_routes
+from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
 from rollout.engine.cpu.products import DTYPES, Products, products_of
+from rollout.engine.forward.latent import latent_heads_of, torch_heads
+from rollout.engine.forward.routes import is_experts
 
-OTHER_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "einsum", "matmul", "mm"))
-"""products of torch that a router of ours may not call"""
+MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+"""products of rows with a matrix [inputs, outputs] that are answered with ours"""
+PRODUCTS = frozenset(("linear", *(each.__name__ for each in MATMULS)))
+OTHER_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "einsum"))
+"""products of torch that a module with matrices of its own may not call"""
 SILU = ("SiLU", "SiLUActivation")
 """activation classes that the decoders support"""
 
@@ -118,7 +124,8 @@ class _Silu(torch.autograd.Function):
 
 
 class LinearProducts(TorchFunctionMode):
-    """While active, `F.linear` is our product."""
+    """While active, `F.linear` and MATMULS are our product. Raises NotServed for one of MATMULS between other tensors than rows
+    and a matrix in our dtypes on the CPU."""
 
     def __init__(self, isa: str) -> None:
         super().__init__()
@@ -130,12 +137,20 @@ class LinearProducts(TorchFunctionMode):
             x, weight, bias = given["input"], given["weight"], given.get("bias")
             if weight.dtype in DTYPES and x.dtype == weight.dtype and x.is_cpu:
                 return linear(x, weight, bias, self.products)
+        elif func in MATMULS:
+            x, matrix = args[:2]
+            if kwargs or matrix.ndim != 2 or matrix.dtype not in DTYPES or x.dtype != matrix.dtype or not x.is_cpu:
+                raise NotServed(
+                    f"{func.__name__} of {x.dtype} {tuple(x.shape)} and {matrix.dtype} {tuple(matrix.shape)}: need rows and a "
+                    "matrix of their dtype"
+                )
+            return linear(x, matrix.T.contiguous(), None, self.products)
         return func(*args, **(kwargs or {}))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def exact_router(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a router whose `F.linear` is our product."""
+def exact_products(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a module with matrices of its own, whose products are ours."""
     with LinearProducts(self.isa):
         return type(self).forward(self, *args, **kwargs)
 
@@ -196,15 +211,62 @@ def _matrices(experts: Any, name: str) -> Callable[[int], tuple[torch.Tensor, to
     return of
 
 
-def use_products(module: nn.Module, isa: str) -> None:
-    """Make every nn.Linear, SiLU, router and module of experts compute with `products_of(isa)`, in place.
+@plain_calls
+def exact_heads(isa: str, x: torch.Tensor, weight: torch.Tensor, by_input: bool) -> torch.Tensor:
+    """`rollout.engine.forward.latent.HeadProducts` of ours, with a gradient if gradients are on."""
+    out: torch.Tensor = _Heads.apply(x, weight, by_input, products_of(isa))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, by_input: bool, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.by_input = by_input
+        heads, rows, inputs = x.shape
+        if products.experts is None:
+            matrices = weight.transpose(1, 2).contiguous() if by_input else weight
+            return torch.stack([products.linear(each, matrix, None) for each, matrix in zip(x, matrices, strict=True)])
+        routes = as_routes(heads, rows)
+        out = products.experts.grouped(x.reshape(-1, inputs), weight, None, routes, gather=False, by_input=by_input)
+        return out.view(heads, rows, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            matrices = weight.transpose(1, 2) if ctx.by_input else weight
+            of_x = torch.stack([product(each, matrix) for each, matrix in zip(grad, matrices, strict=True)])
+        if ctx.needs_input_grad[1]:
+            pairs = zip(x, grad, strict=True) if ctx.by_input else zip(grad, x, strict=True)
+            of_weight = torch.stack([product(a.T, b) for a, b in pairs])
+        return of_x, of_weight, None, None
+
+
+def unreached(module: nn.Module, called: Callers) -> Iterator[nn.Module]:
+    """Yield the submodules of which a forward of text called none and used no parameter, such as towers for images. Not those
+    of a list: other tokens may reach them."""
+    for child in module.children():
+        inside = (each for part in child.modules() for each in (part, *part.parameters(recurse=False)))
+        if any(id(each) in called.reached for each in inside):
+            yield from unreached(child, called)
+        elif not isinstance(module, nn.ModuleList):
+            yield from child.modules()
+
+
+def use_products(module: nn.Module, isa: str, skipped: Collection[nn.Module] = ()) -> None:
+    """Make every nn.Linear, SiLU, router and module of experts, and the heads that store latents, compute with
+    `products_of(isa)`, in place. skipped: submodules that are left as they are.
 
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
     other matrices than those of embeddings, experts and routers; NativeUnavailable. The module is unchanged then."""
     products_of(isa)
-    linears = [_served(name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear)]
+    named = [(name, each) for name, each in module.named_modules() if each not in skipped]
+    linears = [_served(name, each) for name, each in named if isinstance(each, nn.Linear)]
     others: list[tuple[Any, Any]] = []
-    for name, each in module.named_modules():
+    for name, each in named:
         if isinstance(each, (nn.Linear, nn.Embedding)) or is_depthwise(each):
             continue
         matrices = {key: tensor for key, tensor in each.named_parameters(recurse=False) if tensor.squeeze().ndim > 1}
@@ -222,12 +284,14 @@ def use_products(module: nn.Module, isa: str) -> None:
     for each, function in others:
         each.forward, each.isa = MethodType(function, each), isa
     activation: Any
-    for activation in module.modules():
+    for _, activation in named:
         if type(activation).__name__ in SILU:
             activation.plain, activation.isa = type(activation), isa
             activation.__class__ = ExactSiLU
         elif type(activation) is ExactSiLU:
             activation.isa = isa
+        if (latent := latent_heads_of(activation)) is not None:
+            latent.products = partial(exact_heads, isa)
 
 
 def is_depthwise(module: nn.Module) -> bool:
@@ -240,7 +304,9 @@ def plain_products(module: nn.Module) -> None:
     modules: list[Any] = list(module.modules())
     for each in modules:
         kind = type(each)
-        if getattr(vars(each).get("forward"), "__func__", None) in (exact_experts, exact_router):
+        if (latent := latent_heads_of(each)) is not None:
+            latent.products = torch_heads
+        if getattr(vars(each).get("forward"), "__func__", None) in (exact_experts, exact_products):
             del each.forward, each.isa
         if kind is ExactLinear:
             each.__class__ = nn.Linear
@@ -266,8 +332,8 @@ def _check_served(name: str, module: nn.Module) -> None:
 
 
 def _function_of(module: nn.Module) -> Any:
-    """Return the forward of ours for experts and routers; None for other modules."""
-    if all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "num_experts")):
+    """Return the forward of ours for experts, routers and others that multiply by known products; None for other modules."""
+    if is_experts(module):
         return exact_experts
     names = set(inspect.unwrap(type(module).forward).__code__.co_names)
-    return exact_router if "linear" in names and not names & OTHER_PRODUCTS else None
+    return exact_products if names & PRODUCTS and not names & OTHER_PRODUCTS else None

@@ -63,6 +63,12 @@ def sort_routes(chosen: np.ndarray, experts: int) -> Routes:
     return Routes(hit, begin, order[: begin[-1]], np.sort(place.reshape(chosen.shape), 1))
 
 
+def as_routes(groups: int, rows: int) -> Routes:
+    """Return the routes of `groups` · `rows` rows in order, of which each group has `rows`."""
+    at = np.arange(groups * rows)
+    return Routes(np.arange(groups), np.arange(groups + 1) * rows, at, at.reshape(-1, 1))
+
+
 class ExpertKernels:
     """The products of experts of one instruction set. Raises LayoutMismatch."""
 

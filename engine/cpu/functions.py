@@ -129,18 +129,24 @@ class WholeVectors(TorchFunctionMode):
 
 class Callers(TorchFunctionMode):
     """While active, records in `found` the modules that call an element-wise function. `inside`: modules whose forward is
-    running, innermost last."""
+    running, innermost last. `reached`: ids of the modules whose forward ran, and of the parameters that a function computed
+    with."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inside: list[nn.Module] = []
         self.found: dict[int, nn.Module] = {}
+        self.reached: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.inside and (rule := FUNCTIONS.get(func)) and rule(args, kwargs):
             self.found[id(self.inside[-1])] = self.inside[-1]
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, (torch.Tensor, list, tuple)):  # others look at a dtype or a device
+            for each in (*args, *kwargs.values()):
+                self.reached.update(map(id, each if isinstance(each, (list, tuple)) else (each,)))
+        return out
 
 
 def plain_calls(kernel: Callable[P, R]) -> Callable[P, R]:
@@ -157,11 +163,12 @@ def plain_calls(kernel: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def callers(module: nn.Module) -> Iterator[Callers]:
-    """Record the modules inside `module` that call element-wise functions in a forward."""
+    """Record the modules inside `module` that call element-wise functions in a forward, and all that it reaches."""
     noted = Callers()
 
     def enter(each: nn.Module, *_: Any) -> None:
         noted.inside.append(each)
+        noted.reached.add(id(each))
 
     def leave(*_: Any) -> None:
         noted.inside.pop()

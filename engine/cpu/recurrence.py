@@ -1,4 +1,4 @@
-"""Recurrent token mixers of `c/recurrence.c`: causal depthwise convolution, gated delta rule, Mamba-2.
+"""Python interface of `c/recurrence.c`: causal depthwise convolution, gated delta rule, Mamba-2.
 
 Each function takes P tokens of R rows side by side, reads each row's state from a slot of a pool and writes the state after the
 row's last token to a slot. The bits of a row's outputs and of its state depend on its own inputs and state alone: not on other
@@ -36,7 +36,9 @@ ROW_ERRORS = {
 }
 
 
-class _Rows(ctypes.Structure):
+class RowsStruct(ctypes.Structure):
+    """`Rows` of c/recurrence.h."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("starts", "reads", "writes")),
         *((name, c_int64) for name in ("count", "tokens", "slots")),
@@ -45,15 +47,15 @@ class _Rows(ctypes.Structure):
 
 class _Convolve(ctypes.Structure):
     _fields_ = [
-        ("rows", _Rows),
-        *((name, c_void_p) for name in ("x", "weight", "bias", "states", "out")),
+        ("rows", RowsStruct),
+        *((name, c_void_p) for name in ("x", "weight", "bias", "before", "after", "states", "out")),
         *((name, c_int64) for name in ("x_token", "slot", "channels", "taps", "silu", "is_bf16")),
     ]  # fmt: skip
 
 
 class _Delta(ctypes.Structure):
     _fields_ = [
-        ("rows", _Rows),
+        ("rows", RowsStruct),
         *((name, c_void_p) for name in ("query", "key", "value", "beta", "g", "states", "out")),
         *((name, c_int64) for name in (
             "query_token", "query_head", "key_token", "key_head", "value_token", "value_head", "beta_token", "beta_head",
@@ -66,7 +68,7 @@ class _Delta(ctypes.Structure):
 
 class _Mamba(ctypes.Structure):
     _fields_ = [
-        ("rows", _Rows),
+        ("rows", RowsStruct),
         *((name, c_void_p) for name in ("x", "dt", "b", "c", "a", "skip", "dt_bias", "states", "out")),
         *((name, c_int64) for name in (
             "x_token", "x_head", "dt_token", "dt_head", "b_token", "b_group", "c_token", "c_group", "slot", "heads", "groups",
@@ -86,7 +88,7 @@ class RecurrenceKernels:
         self.isa, self.threads, self.arithmetic = isa, threads, isa_of(isa).arithmetic
         self.library = load(build(isa))
         check_layout(
-            self.library, "rollout_layout_recurrence", Rows=_Rows, Convolve=_Convolve, Delta=_Delta, Mamba=_Mamba
+            self.library, "rollout_layout_recurrence", Rows=RowsStruct, Convolve=_Convolve, Delta=_Delta, Mamba=_Mamba
         )  # fmt: skip
         for function in (self.library.rollout_convolve, self.library.rollout_delta, self.library.rollout_mamba):
             function.restype = c_int64
@@ -127,8 +129,9 @@ class RecurrenceKernels:
         bias = None if bias is None else bias.contiguous()
         out = torch.empty((len(x), channels), dtype=x.dtype)
         work = _Convolve(
-            _rows(rows, len(x), states), x.data_ptr(), weight.data_ptr(), _address(bias), states.data_ptr(), out.data_ptr(),
-            x.stride(0), states.stride(0), channels, taps, activation is not None, x.dtype == torch.bfloat16,
+            rows_struct(rows, len(x), states), x.data_ptr(), weight.data_ptr(), _address(bias), None, None,
+            states.data_ptr(), out.data_ptr(), x.stride(0), states.stride(0), channels, taps, activation is not None,
+            x.dtype == torch.bfloat16,
         )  # fmt: skip
         return self._run(self.library.rollout_convolve, work, rows, out)
 
@@ -175,8 +178,9 @@ class RecurrenceKernels:
         query, key, value, g = (_rows_contiguous(each) for each in (query, key, value, g.float()))
         out = torch.empty((tokens, heads, columns), dtype=value.dtype)
         work = _Delta(
-            _rows(rows, tokens, states), query.data_ptr(), key.data_ptr(), value.data_ptr(), beta.data_ptr(), g.data_ptr(),
-            states.data_ptr(), out.data_ptr(), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *beta.stride(),
+            rows_struct(rows, tokens, states), query.data_ptr(), key.data_ptr(), value.data_ptr(), beta.data_ptr(),
+            g.data_ptr(), states.data_ptr(), out.data_ptr(), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            *beta.stride(),
             *g.stride()[:2], states.stride(0), heads, key_heads, keys, columns, value.dtype == torch.bfloat16,
             beta.dtype == torch.bfloat16, by_channel, l2norm, keys**-0.5 if scale is None else scale, EPS,
         )  # fmt: skip
@@ -226,7 +230,7 @@ class RecurrenceKernels:
         decay, skip, bias = (None if each is None else each.float().contiguous() for each in of_heads)
         out = torch.empty((tokens, heads, channels), dtype=torch.float32)
         work = _Mamba(
-            _rows(rows, tokens, states), hidden.data_ptr(), dt.data_ptr(), B.data_ptr(), C.data_ptr(), _address(decay),
+            rows_struct(rows, tokens, states), hidden.data_ptr(), dt.data_ptr(), B.data_ptr(), C.data_ptr(), _address(decay),
             _address(skip), _address(bias), states.data_ptr(), out.data_ptr(), *hidden.stride()[:2], *dt.stride(),
             *B.stride()[:2], *C.stride()[:2], states.stride(0), heads, groups, channels, numbers,
             hidden.dtype == torch.bfloat16, B.dtype == torch.bfloat16, dt.dtype == torch.bfloat16, dt_softplus,
@@ -288,11 +292,14 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _rows(rows: StateRows, tokens: int, states: torch.Tensor) -> _Rows:
-    """Describe rows, whose arrays must outlive the struct. Raises ValueError."""
+def rows_struct(rows: StateRows, tokens: int, states: torch.Tensor | None) -> RowsStruct:
+    """Describe rows of `tokens` tokens, and a pool [slots, …] if there is one. The arrays must outlive the struct. Raises
+    ValueError."""
     starts, reads, writes = rows
     if any(each.dtype != np.int32 or not each.flags.c_contiguous for each in rows) or not len(starts) - 1 == len(reads) == len(
         writes
     ):
         raise ValueError(f"rows must be contiguous int32 arrays of [R + 1], [R] and [R] numbers: {rows}")
-    return _Rows(starts.ctypes.data, reads.ctypes.data, writes.ctypes.data, len(reads), tokens, len(states))
+    return RowsStruct(
+        starts.ctypes.data, reads.ctypes.data, writes.ctypes.data, len(reads), tokens, 0 if states is None else len(states)
+    )

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder, NotNative
-from rollout.engine.cpu.exact_modules import NotServed, plain_products, use_products
+from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder
+from rollout.engine.cpu.exact_modules import NotServed, plain_products, unreached, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.layer_steps import NotNative
 from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.batch import Batch
@@ -31,6 +32,8 @@ from rollout.engine.scheduling.plan import plan_by_hand
 
 log = logging.getLogger(__name__)
 
+TOKENS = 5
+"""of a row, in a comparison where a recurrent state goes on from token to token"""
 OUTPUTS = 256
 """outputs of each product that are compared with the exact sum"""
 BATCH = "/batch"
@@ -54,14 +57,16 @@ def decide(
     products, decoder, room, why = _products(module, name, asked, isa, whole)
     use_whole_vectors(called.found.values())
     try:
-        use_products(module, products.isa)
-        arithmetic = products.arithmetic
-    except NotServed as error:
+        use_products(module, products.isa, {*unreached(module, called)})
+        exact, arithmetic = _logits(module_forward, module), products.arithmetic
+    except NotServed as error:  # of a matrix, or in the forward
+        plain_products(module)
+        use_whole_vectors(called.found.values())
         log.warning("torch's own products are used, so samples may depend on the batch model=%s reason=%r", name, str(error))
         decoder, arithmetic, why = None, f"{torch_arithmetic()}{BATCH}", str(error)
-    exact = _logits(module_forward, module)
+        exact = _logits(module_forward, module)
     torch_bits = not _differ(exact, plain) and (arithmetic.endswith(BATCH) or products_like_torch(module, products))
-    if decoder is not None and (failed := why_not(decoder, module, exact)):
+    if decoder is not None and (failed := why_not(decoder, module, exact, module_forward)):
         decoder, why = None, failed
         log.warning("transformers runs the layers, which is slower model=%s reason=%r", name, why)
     if (crowded := in_a_crowd(exact)) and not arithmetic.endswith(BATCH):
@@ -107,14 +112,17 @@ def _products(
     return products, None, room, why
 
 
-def why_not(decoder: NativeLayers, module: nn.Module, exact: list[torch.Tensor]) -> str:
+def why_not(decoder: NativeLayers, module: nn.Module, exact: list[torch.Tensor], module_forward: Forward) -> str:
     """Return why the decoder cannot replace the module with our products, whose logits are `exact`; "" if it can. Unsupported
     rotary embeddings show only in a forward."""
+    differ = f"the results of the {type(decoder).__name__} differ from the module's with"
     try:
-        rows = _differ(_logits(decoder.forward, module), exact)
+        if rows := _differ(_logits(decoder.forward, module), exact):
+            return f"{differ} {rows} rows"
+        longer = (_logits_of_rows(forward, module) for forward in (decoder.forward, module_forward))
+        return "" if torch.equal(*longer) else f"{differ} rows of {TOKENS} tokens"
     except NotNative as error:
         return str(error)
-    return f"the results of the {type(decoder).__name__} differ from the module's with {rows} rows" if rows else ""
 
 
 class WrongNumbers(Exception):
@@ -184,6 +192,19 @@ def _logits(forward: Forward, module: Any) -> list[torch.Tensor]:
         with torch.inference_mode():
             logits.append(forward(batch, None, EchoAttention()))
     return logits
+
+
+def _logits_of_rows(forward: Forward, module: Any) -> torch.Tensor:
+    """Return [7, vocabulary] logits behind rows of TOKENS tokens."""
+    rows = 7
+    config = module.config.get_text_config()
+    vocabulary = module.get_input_embeddings().num_embeddings
+    tokens = min(TOKENS, config.max_position_embeddings)
+    ids = np.random.default_rng(2).integers(0, vocabulary, (rows, tokens))
+    plan = plan_by_hand(ids, np.zeros(rows), np.zeros((rows, 1)))
+    batch = Batch.build(plan, config.max_position_embeddings, HostMemory(), module.dtype)
+    with torch.inference_mode():
+        return forward(batch, None, EchoAttention())
 
 
 def _among(most: int, rows: int) -> np.ndarray:

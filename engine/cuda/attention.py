@@ -249,8 +249,60 @@ class TritonByShape:
         return self._kinds[kind].attend(layer, query, key, value, own, kv, scores)
 
 
-def triton_attention(device: torch.device, capacity: StepCapacity) -> TritonAttention | TritonByShape:
+class TritonByWindow:
+    """Two backends: one for pools of layers with full attention, one for those of layers with a sliding window, since a step
+    has other arrays for these."""
+
+    name, arithmetic = TritonAttention.name, TritonAttention.arithmetic
+
+    def __init__(self, device: torch.device, capacity: StepCapacity) -> None:
+        """Raise TritonUnavailable."""
+        self.capacity, self.even = capacity, not capacity.different
+        """even: all layers have one shape"""
+        self._full, self._windowed = (_of_one_table(device, replace(capacity, windowed=False)) for _ in range(2))
+        if isinstance(self._full, TritonAttention) and isinstance(self._windowed, TritonAttention):
+            self._windowed.partial, self._windowed.sums = self._full.partial, self._full.sums  # layers run one after the other
+
+    def __str__(self) -> str:
+        return f"{self._full}, windows apart"
+
+    def of(self, kv: PagedKV) -> TritonAttention | TritonByShape:
+        """Return the backend of these pools."""
+        return self._windowed if kv.is_window else self._full
+
+    def prepare(self, batch: Batch, kv: PagedKV) -> Prepared | PreparedKinds:
+        return self.of(kv).prepare(batch, kv)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        batch: Batch,
+        kv: PagedKV,
+        scores: Scores,
+    ) -> torch.Tensor:
+        return self.of(kv).attend(layer, query, key, value, batch, kv, scores)
+
+    def slots_of(self, batch: Batch) -> torch.Tensor:
+        """Return the same as `TritonAttention.slots_of`."""
+        slots: torch.Tensor = batch.attention.slots
+        return slots
+
+    def attend_stored(self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores) -> torch.Tensor:
+        """Do the same as `TritonAttention.attend_stored`, for layers of one shape."""
+        backend = self.of(kv)
+        assert isinstance(backend, TritonAttention)
+        return backend.attend_stored(layer, query, batch, kv, scores)
+
+
+def triton_attention(device: torch.device, capacity: StepCapacity) -> TritonAttention | TritonByShape | TritonByWindow:
     """Return the backend for a capacity. Raises TritonUnavailable."""
+    return TritonByWindow(device, capacity) if capacity.windowed else _of_one_table(device, capacity)
+
+
+def _of_one_table(device: torch.device, capacity: StepCapacity) -> TritonAttention | TritonByShape:
     return TritonByShape(device, capacity) if capacity.different else TritonAttention(device, capacity)
 
 

@@ -207,15 +207,15 @@ def fields(tile, table):
 
 
 @triton.jit
-def first_chunk(position, live, last, window, CHUNK: tl.constexpr):
-    """Return the first chunk that a query of the tile attends to."""
+def oldest_key(position, live, last, window):
+    """Return the lowest position that a query of the tile attends to. Blocks before it may be those of other sequences."""
     oldest = tl.maximum(tl.min(tl.where(live, position, last)) - window + 1, 0)
-    return tl.where(window > 0, oldest // CHUNK, 0)
+    return tl.where(window > 0, oldest, 0)
 
 
 @triton.jit
 def turned(
-    m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window, before,
+    m, s, a, q, position, turn, oldest, last, data, words, blocks, head, layer_at, block_stride, scaling, window, before,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
     NATIVE: tl.constexpr, CAP: tl.constexpr,
@@ -226,7 +226,7 @@ def turned(
     e = tl.arange(0, VALUE_PAD)
     inside = turn % PER * N + tl.arange(0, N)
     n = turn // PER * CHUNK + inside
-    there = (n <= last) & (inside < CHUNK)
+    there = (n >= oldest) & (n <= last) & (inside < CHUNK)
     block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
     at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
     k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & (d < DIM)[:, None], other=0)
@@ -296,7 +296,8 @@ def attend(
         q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=mask, other=0.0)
         places = tl.load(parts + token, mask=live, other=0).to(tl.int64) * (HEADS * GROUP) + q_of
         last = tl.max(position)
-        seen_from = first_chunk(position, live, last, window, CHUNK)
+        oldest = oldest_key(position, live, last, window)
+        seen_from = oldest // CHUNK
         top, total, acc = nothing(M, VALUE_PAD)
         for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
             since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)
@@ -306,8 +307,8 @@ def attend(
             turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
             for turn in range(tl.maximum(since, seen_from) * PER, turns):
                 m, s, a = turned(
-                    m, s, a, q, position, turn, last, data, words, blocks, head, layer_at, block_stride, scaling, window,
-                    before, HEADS, DIM, DIM_PAD, VALUE, VALUE_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8, NATIVE, CAP,
+                    m, s, a, q, position, turn, oldest, last, data, words, blocks, head, layer_at, block_stride, scaling,
+                    window, before, HEADS, DIM, DIM_PAD, VALUE, VALUE_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8, NATIVE, CAP,
                 )  # fmt: skip
                 if (turn % PER == PER - 1) | (turn == turns - 1):
                     if (split != 0) & (whole == 0):

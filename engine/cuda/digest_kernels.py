@@ -1,4 +1,4 @@
-"""xxh3-128 of long data in two kernels; `rollout.engine.cuda.digests` explains why two, and what the host computes.
+"""Triton kernels of xxh3-128 digests; `rollout.engine.cuda.digests` explains why there are two, and what the host computes.
 
 Import only if Triton is installed. Everything is int64: products and sums keep the low 64 bits with any sign, and shifted
 values are masked. Each lane of a stripe adds the words of its neighbour, which a second load reads from the cache.

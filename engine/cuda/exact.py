@@ -1,6 +1,7 @@
 """Products and norms on CUDA that do not depend on the batch: the option `exact`, and the same for a trainer's module.
 
-    make_exact(module)    replaces every linear layer and RMSNorm of a transformers model, in place; gradients are torch's
+    make_exact(module)    replaces every linear layer, RMSNorm, router and module of experts of a transformers model, in place;
+                          gradients are torch's
 
 All other operations of such a module are element-wise, and attention (`rollout.engine.devices`) and sampling
 (`rollout.engine.cuda.sampling`) do not depend on the batch either. So a seeded sample is the same to the bit in every batch.
@@ -8,14 +9,18 @@ All other operations of such a module are element-wise, and attention (`rollout.
 
 from __future__ import annotations
 
+import inspect
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from rollout.engine.cuda.experts import LinearsAnswered, adds_rows, exact_experts, is_router, programs_of
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.norms import agree, candidates
+from rollout.engine.forward.routes import is_experts
 
 ARITHMETIC = "exact/1"
 """of products and norms; every change of their sums or roundings increases the version"""
@@ -37,38 +42,49 @@ class Tile(NamedTuple):
 
 TILES = {2: Tile(64, 128, 64, 8, 3), 4: Tile(32, 32, 32, 4, 2)}
 """by element size in bytes; the sums fit into registers, and the copies into 99 KiB"""
+OTHER_SUMS = frozenset(("sum", "var", "std", "norm", "layer_norm", "rms_norm", "group_norm", "linalg", "prod", "cumsum"))
+"""functions that add up numbers, which a norm may not call beside `mean`"""
 FUSED = {"enable_fp_fusion": True}
 """set explicitly, so that the environment cannot change the kernel"""
 
 
 def make_exact(module: nn.Module) -> None:
-    """Replace the linear layers and RMSNorms of a transformers model by kernels whose results do not depend on the number of
-    rows. They read the parameters at each call, so in-place updates take effect. Raises NotExact naming the layer if the model
-    has other products; the model is unchanged then."""
+    """Replace the linear layers, RMSNorms, routers and experts of a transformers model by kernels whose results do not depend
+    on the number of rows. They read the parameters at each call, so in-place updates take effect. Recurrent mixers are not
+    replaced here. Raises NotExact naming the layer if the model has other products; the model is unchanged then."""
     linears = [each for each in module.modules() if type(each) is nn.Linear]
-    known = {id(parameter) for each in linears for parameter in each.parameters(recurse=False)}
-    known |= {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    mixtures = {each: _experts for each in module.modules() if is_experts(each)}
+    mixtures |= {each: _router for each in module.modules() if _has_matrix(each) and is_router(each)}
+    known = {id(parameter) for each in (*linears, *mixtures) for parameter in each.parameters(recurse=False)}
+    known |= {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding) or is_depthwise(each)}
     for name, parameter in module.named_parameters():
-        if parameter.dim() > 1 and id(parameter) not in known:
+        if parameter.squeeze().dim() > 1 and id(parameter) not in known:
             raise NotExact(f"exact=true: {name} belongs to no linear layer, so its products would depend on the batch")
+    for name, each in module.named_modules():
+        if not is_experts(each) and (sums := adds_rows(each)):
+            raise NotExact(f"exact=true: {name} ({type(each).__name__}) adds rows up by {sums}, in any order")
     norms = list(candidates(module))
-    others = {type(each).__name__ for each in module.modules() if "norm" in type(each).__name__.lower()}
-    others -= {type(norm).__name__ for norm in norms}
+    kinds = {type(norm) for norm in norms}
+    special = [each for each in module.modules() if "norm" in type(each).__name__.lower() and type(each) not in kinds]
+    others = {type(each).__name__ for each in special if not is_norm_by_mean(each)}
     if others or not all(
         agree(norm, lambda norm, x: exact_norm(x, norm.weight, norm.variance_epsilon)) for norm in _kinds(norms)
     ):
         raise NotExact(f"exact=true: norms other than RMSNorm: {', '.join(sorted(others)) or 'their results differ'}")
-    for each in linears:
-        each.forward = MethodType(_linear, each)  # type: ignore[method-assign]
+    for linear in linears:
+        linear.forward = MethodType(_linear, linear)  # type: ignore[method-assign]
     for norm in norms:
         norm.forward = MethodType(_norm, norm)
+    mixtures |= dict.fromkeys(special, _norm_by_mean)
+    for each, function in mixtures.items():
+        each.forward = MethodType(function, each)
 
 
 def make_plain(module: nn.Module) -> None:
     """Undo `make_exact`."""
     for each in module.modules():
         made = vars(each).get("forward")
-        if getattr(made, "__func__", None) in (_linear, _norm):
+        if getattr(made, "__func__", None) in (_linear, _norm, _norm_by_mean, _experts, _router):
             del each.forward
 
 
@@ -82,6 +98,56 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     """Return the RMSNorm over the last dimension, rounded as in transformers."""
     made: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return made
+
+
+def exact_mean(x: torch.Tensor) -> torch.Tensor:
+    """Return [..., 1] means over the last dimension, with a fixed order of summation in fp32."""
+    made: torch.Tensor = _Mean.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of each channel by itself, whose weight recurrent mixers read."""
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
+
+
+def is_norm_by_mean(norm: nn.Module) -> bool:
+    """Return whether a norm adds its numbers up by `mean` alone: RMSNorms with a gate, in groups, with 1 + weight."""
+    names = {name for function in (type(norm).forward, getattr(type(norm), "_norm", None)) for name in _names_in(function)}
+    return "mean" in names and not names & OTHER_SUMS
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    return getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ()) if function is not None else ()
+
+
+class MeansAnswered(TorchFunctionMode):
+    """While active, means over the last dimension that keep it are exact."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.mean, torch.mean):
+            assert args[1:] == (-1,) and kwargs == {"keepdim": True}, "a mean over another dimension"
+            return exact_mean(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        from rollout.engine.cuda import exact_kernels
+
+        ctx.size = size = x.shape[-1]
+        rows = x.reshape(-1, size).contiguous()
+        out = rows.new_empty(len(rows), dtype=torch.float32)
+        exact_kernels.row_means[(len(rows),)](
+            rows, out, size, WIDTH=power_of_two(size), num_warps=8 if size > 1024 else 4, enable_fp_fusion=False
+        )
+        return out.to(x.dtype).view(*x.shape[:-1], 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        share: torch.Tensor = grad / ctx.size
+        return share.expand(*grad.shape[:-1], ctx.size)
 
 
 class _Linear(torch.autograd.Function):
@@ -137,16 +203,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     out = x.new_empty(rows, outs)
     tile = TILES[x.element_size()]
     tiles = -(-rows // tile.rows) * -(-outs // tile.outs)
-    exact_kernels.product[(min(tiles, _programs(x.device)),)](
+    exact_kernels.product[(min(tiles, programs_of(x.device)),)](
         x, weight, bias if bias is not None else weight, out, rows, outs, size, x.stride(0), weight.stride(0),
         BIAS=bias is not None, M=tile.rows, N=tile.outs, K=tile.inputs, WIDEN=x.device.type == "cpu", num_warps=tile.warps,
         num_stages=tile.stages, **FUSED,
     )  # fmt: skip
     return out
-
-
-def _programs(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _kinds(norms: list[Any]) -> list[Any]:
@@ -156,6 +218,27 @@ def _kinds(norms: list[Any]) -> list[Any]:
 
 def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return exact_linear(input, self.weight, self.bias)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a matrix of its own, and is neither a linear layer nor an embedding nor one of experts."""
+    if isinstance(module, (nn.Linear, nn.Embedding)) or is_experts(module):
+        return False
+    return any(parameter.squeeze().dim() > 1 for parameter in module.parameters(recurse=False))
+
+
+def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    return exact_experts(self, hidden_states, top_k_index, top_k_weights, TILES[hidden_states.element_size()])
+
+
+def _router(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with LinearsAnswered(exact_linear):
+        return type(self).forward(self, *args, **kwargs)
+
+
+def _norm_by_mean(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with MeansAnswered():
+        return type(self).forward(self, *args, **kwargs)
 
 
 def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""A product that does not depend on the number of rows: persistent programs and tiles of one size, each of which sums over the
-inputs in order, from the first to the last. Libraries choose tiles, and whether to split the sum, by the number of rows, so the
-same row has other bits in another batch (He et al. 2025, Thinking Machines, "Defeating nondeterminism in LLM inference").
+"""Triton kernel of a matrix product in which a row does not depend on the number of rows. Tiles have one size, and each sums
+over the inputs in order, from the first to the last. Libraries choose tiles, and whether to split the sum, by the number of
+rows, so the same row has other bits in another batch (He et al. 2025, Thinking Machines, "Defeating nondeterminism in LLM
+inference").
 
 Import only if Triton is installed. With TRITON_INTERPRET=1 it runs on the CPU, which has no bf16 products: WIDEN.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from rollout.engine.cuda.recurrence_kernels import neighbours
 
 
 @triton.jit
@@ -35,3 +38,13 @@ def product(
             acc += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[None]
         made = out + m[:, None] * outs + n[None]
         tl.store(made, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < outs)[None])
+
+
+@triton.jit
+def row_means(x, out, size, WIDTH: tl.constexpr):
+    """out [rows] fp32 = the mean of each row of x [rows, size], summed by neighbours. Runs one program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, WIDTH)
+    wide = tl.load(x + row * size + n, mask=n < size, other=0.0).to(tl.float32)
+    total = tl.sum(neighbours(tl.reshape(wide, (1, WIDTH)), 1, WIDTH), 0)
+    tl.store(out + row, tl.div_rn(total, size.to(tl.float32)))

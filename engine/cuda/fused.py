@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.memory import CudaMemory
-from rollout.engine.forward.attention import Backend, Scores, plain_scores
+from rollout.engine.forward.attention import Backend, Scores, located, plain_scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.fp8 import is_fp8, scales_as
 from rollout.engine.kv.pages import PagedKV
@@ -113,8 +113,9 @@ class FusedDecoder:
         cos, sin = (each[0].contiguous() for each in self.body.rotary_emb(residual, batch.position_ids))
         normed = self._norm(None, residual, layers[0].input_layernorm)
         for i, layer in enumerate(layers):
-            query = self._query(i, layer.self_attn, normed, cos, sin, batch, kv, attention)
-            attended = attention.attend_stored(i, query, batch, kv, self.attention[i])
+            at, of, pools = located(i, batch, kv)
+            query = self._query(at, layer.self_attn, normed, cos, sin, of, pools, attention)
+            attended = attention.attend_stored(at, query, of, pools, self.attention[i])
             out = layer.self_attn.o_proj
             made = self.product(attended.flatten(1), out.weight, out.bias)
             normed = self._norm(made, residual, layer.post_attention_layernorm)

@@ -8,9 +8,10 @@ A graph uses the captured addresses, so the inputs of the forward must stay ther
 
     input ids, positions,         buffers here; each step copies its own into them, and pads up to the captured size
     tokens that need logits
+    slots of recurrent state      a buffer here; rows that a step does not have are empty, and write no slot
     index arrays of attention     `TritonAttention` overwrites the previous step's arrays; with shared prefixes there are large
                                   tiles, which graphs of their own launch
-    KV pool, parameters           written in place, by copies and by refreshes
+    pools, parameters             written in place, by copies and by refreshes
 
 Only `sleep` releases memory; the graphs are dropped then. Padding has no tile and no slot, and its results are not read. Graphs
 of padded batch sizes follow vLLM.
@@ -111,6 +112,8 @@ class StepGraphs:
         self._places = {size: place for place, size in enumerate(self.mixed)}
         self._logits_at = torch.zeros((len(self.mixed), rows), dtype=torch.int64, device=device)
         """[mixed sizes, rows]: unused entries are tokens that every step of that size has"""
+        self._state_rows = torch.zeros((3, rows + 1), dtype=torch.int64, device=device)
+        """`Batch.state_rows` with empty rows up to the largest step's"""
         self._replays: dict[GraphKey, Run] = {}
         self._logits: torch.Tensor | None = None
         """[rows, vocabulary]: all graphs write their logits here, instead of one buffer each"""
@@ -129,6 +132,8 @@ class StepGraphs:
         if shape.logits:
             count = min(shape.logits, len(batch.logits_at))
             self._wanted(shape)[:count].copy_(batch.logits_at[:count])
+        if batch.state_rows is not None:
+            self._send_state_rows(batch.state_rows, n)
         if shape not in self._replays:
             try:
                 self._replays[shape] = self._captured(shape, batch, kv, backend)
@@ -151,8 +156,7 @@ class StepGraphs:
     def warm(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """Run `forward` with the graph that has large tiles of attention, and then with the one without."""
         for large in (True, False):
-            attention = batch.attention._replace(launched=(True, large, True))
-            logits = self.forward(replace(batch, attention=attention), kv, backend)
+            logits = self.forward(launching(batch, (True, large, True)), kv, backend)
         return logits
 
     def forget(self) -> None:
@@ -162,15 +166,16 @@ class StepGraphs:
         self._capture = self._new_capture()
 
     def _size(self, batch: Batch) -> int | None:
-        """Return the tokens of the graph for a step; None: there is none."""
-        if batch.num_logits > self._rows:
+        """Return the tokens of the graph for a step; None: there is none. Rows that write no state have drafts: the host keeps
+        their inputs, which a graph would overwrite."""
+        if batch.num_logits > self._rows or (batch.states is not None and (batch.states.writes < 0).any()):
             return None
         decodes = batch.num_tokens == len(batch.context_lens) == batch.num_logits
         return next((size for size in (self.sizes if decodes else self.mixed) if size >= batch.input_ids.shape[1]), None)
 
     def _shape(self, batch: Batch) -> GraphKey:
         """Return the graph of a step that is covered."""
-        tokens, large = self._size(batch), batch.attention.launched[1]
+        tokens, large = self._size(batch), any(each.attention.launched[1] for each in (batch, batch.windowed) if each)
         assert tokens is not None
         if batch.num_tokens == len(batch.context_lens) == batch.num_logits:
             return GraphKey(tokens, 0, large)
@@ -183,12 +188,21 @@ class StepGraphs:
         """Return [logits] int64: the tokens whose logits are computed."""
         return self._logits_at[self._places[shape.tokens], : shape.logits] if shape.logits else self._every[: shape.tokens]
 
+    def _send_state_rows(self, rows: torch.Tensor, end: int) -> None:
+        """Copy the rows of a step of `end` tokens to their place. All further rows are empty."""
+        self._state_rows[0].fill_(end)
+        self._state_rows[1:].fill_(-1)
+        self._state_rows[:, : rows.shape[1]].copy_(rows)
+
     def _captured(self, shape: GraphKey, batch: Batch, kv: PagedKV, backend: Backend) -> Run:
         launched = True, shape.large, True  # all kernels that a step of this size may need; `merge` also zeroes padding
         size, rows = shape.tokens, shape.logits or shape.tokens
+        batch = launching(batch, launched)
         static = replace(
             batch, input_ids=self._ids[:, :size], position_ids=self._positions[:, :size], num_tokens=size,
-            logits_at=self._wanted(shape), num_logits=rows, attention=batch.attention._replace(launched=launched),
+            logits_at=self._wanted(shape), num_logits=rows,
+            windowed=None if batch.windowed is None else replace(batch.windowed, num_tokens=size),
+            state_rows=None if batch.state_rows is None else self._state_rows[:, : min(size, self._rows) + 1],
         )  # fmt: skip
         started = time.perf_counter()
 
@@ -209,6 +223,12 @@ class StepGraphs:
             raise
         log.info("captured a forward tokens=%d logits=%d seconds=%.2f", size, rows, time.perf_counter() - started)
         return replay
+
+
+def launching(batch: Batch, launched: tuple[bool, bool, bool]) -> Batch:
+    """Return a batch whose attention launches these kernels, in layers of each kind."""
+    windowed = None if batch.windowed is None else launching(batch.windowed, launched)
+    return replace(batch, attention=batch.attention._replace(launched=launched), windowed=windowed)
 
 
 def cuda_capture(aside: torch.cuda.Stream) -> Capture:

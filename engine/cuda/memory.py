@@ -57,6 +57,9 @@ class CudaMemory:
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return to_device(arrays, self.device)
 
+    def receive(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        return to_host(tensor)
+
     def host_map(self, size: int) -> mmap.mmap:
         return pinned(size)
 

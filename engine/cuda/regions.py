@@ -132,10 +132,22 @@ def open_driver(device: torch.device) -> Driver | None:
     """Open the virtual memory of a CUDA device. Returns None, and logs it, if it is not available: then a sleep moves tensors
     to other addresses."""
     try:
-        return CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+        driver = CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+        try_grain(driver)
+        return driver
     except (OSError, RuntimeError) as error:
         log.info("no virtual memory, CUDA graphs are captured again after a sleep device=%s reason=%r", device, str(error))
         return None
+
+
+def try_grain(driver: Driver) -> None:
+    """Write and read one grain of memory. Raises RuntimeError, in sandboxes and shared devices that report virtual memory and
+    then refuse to map it."""
+    region = MappedRegion(driver, driver.grain)
+    region.need(driver.grain)
+    if int(region.data.fill_(1).sum(dtype=torch.int64)) != driver.grain:
+        raise RuntimeError("mapped memory does not keep what is written")
+    region.release()
 
 
 class _Location(ctypes.Structure):

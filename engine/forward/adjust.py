@@ -10,7 +10,7 @@ reference, for tokens of the output: logit - count · frequency - presence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +18,19 @@ import torch
 
 from rollout.engine.scheduling.plan import LogitAdjustment
 
+Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
+"""moves 1-D arrays of one dtype to a device, without waiting for it (`rollout.engine.memory.DeviceMemory.send`)"""
 AT_ONCE = 64
 """rows changed together: each takes half a megabyte or more, for a whole vocabulary"""
 NOT_ALLOWED = -1e30
 """logit of a token that is not allowed: finite, with probability 0 at every temperature"""
 FAR = -1e20
 """log-probs below this are of tokens that are not allowed"""
+
+
+def in_place(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """`Send` to host memory: return the arrays as tensors."""
+    return [torch.from_numpy(each) for each in arrays]
 
 
 class Entries(NamedTuple):
@@ -76,23 +83,22 @@ class Adjust(NamedTuple):
             counted=_entries([(a.counted, _subtracted(a)) for a in each]),
         )
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [C, V] float32 changed rows of [S, V] logits of any float dtype. A row with NaN or infinity becomes all
-        NaN."""
-        device = logits.device
-        rows = logits[torch.from_numpy(self.source).to(device)].float()
+    def apply(self, logits: torch.Tensor, send: Send) -> torch.Tensor:
+        """Return [C, V] float32 changed rows of [S, V] logits of any float dtype. A row with NaN or infinity becomes all NaN.
+        send: moves arrays to the device of the logits."""
+        kinds = self.bias, self.allowed, self.repetition, self.counted
+        source, restricted, *places = send([self.source, self.restricted, *(at for each in kinds for at in each[:2])])
+        bias, allowed, repetition, counted = zip(places[::2], places[1::2], strict=True)
+        biases, repetitions, subtracted = send([each.values for each in (self.bias, self.repetition, self.counted)])
+        rows = logits[source].float()
         finite = torch.isfinite(rows).all(-1, keepdim=True)
-        at, value = _on(self.bias, device)
-        rows[at] += value
-        at, _ = _on(self.allowed, device)
-        kept = rows[at]
-        rows[torch.from_numpy(self.restricted).to(device)] = NOT_ALLOWED
-        rows[at] = kept
-        at, value = _on(self.repetition, device)
-        seen = rows[at]
-        rows[at] = torch.where(seen > 0, seen / value, seen * value)
-        at, value = _on(self.counted, device)
-        rows[at] -= value
+        rows[bias] += biases
+        kept = rows[allowed]
+        rows[restricted] = NOT_ALLOWED
+        rows[allowed] = kept
+        seen = rows[repetition]
+        rows[repetition] = torch.where(seen > 0, seen / repetitions, seen * repetitions)
+        rows[counted] -= subtracted
         return rows.where(finite, torch.nan)
 
 
@@ -108,8 +114,3 @@ def _entries(of_rows: list[tuple[np.ndarray, np.ndarray]]) -> Entries:
     lengths = [len(ids) for ids, _ in of_rows]
     ids, values = (np.concatenate(column) for column in zip(*of_rows, strict=True))
     return Entries(np.repeat(np.arange(len(of_rows)), lengths), ids.astype(np.int64), values.astype(np.float32))
-
-
-def _on(entries: Entries, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    rows, ids, values = (torch.from_numpy(column).to(device) for column in entries)
-    return (rows, ids), values

@@ -8,23 +8,32 @@ import torch
 
 FP8 = "+fp8_e4m3/1"
 """suffix of a name if KV is stored in fp8"""
+LATENT = "+latent/1"
+"""suffix of a name, before FP8, if layers of latent attention store latents"""
 
 
-def arithmetic(computes: Any, backend: Any, fp8: bool = False) -> str:
-    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, and FP8
-    if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the bit.
+def arithmetic(computes: Any, backend: Any, fp8: bool = False, latent: bool = False) -> str:
+    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, LATENT
+    and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the
+    bit.
 
     Args:
         computes: `rollout.engine.forward.model.ExecutionPath`; None: the module itself.
     """
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())
-    return (products if attention == products else f"{products}+{attention}") + (FP8 if fp8 else "")
+    both = products if attention == products else f"{products}+{attention}"
+    return both + (LATENT if latent else "") + (FP8 if fp8 else "")
 
 
 def without_fp8(name: str) -> str:
     """Return the name of the same arithmetic with KV in the model's dtype."""
     return name.removesuffix(FP8)
+
+
+def without_latent(name: str) -> str:
+    """Return the name of the same arithmetic with K and V of every head stored; it has no FP8."""
+    return name.removesuffix(LATENT)
 
 
 def torch_arithmetic() -> str:

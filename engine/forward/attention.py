@@ -17,9 +17,10 @@ from transformers import AttentionInterface
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.latent import OURS, latent_heads_of
 from rollout.engine.kv.pages import PagedKV
 
-ATTENTION_NAME = "rollout"
+ATTENTION_NAME = OURS
 
 
 class CannotAttend(Exception):
@@ -46,6 +47,8 @@ class StepCapacity:
     """width of V; None: the same as of K"""
     different: tuple[tuple[int, int, int, int], ...] = ()
     """(q_heads, kv_heads, head_dim, value_dim) of each kind of layer, if they differ"""
+    windowed: bool = False
+    """some layers have a sliding window and pools of their own"""
 
     @property
     def value_dim(self) -> int:
@@ -75,6 +78,7 @@ class StepCapacity:
             itemsize=model.geometry.dtype.itemsize,
             other_value_dim=kinds[0][3] if even and kinds[0][3] != kinds[0][2] else None,
             different=() if even else kinds,
+            windowed=any(getattr(model, "windows", ())),
         )
 
     def each(self) -> tuple[StepCapacity, ...]:
@@ -144,6 +148,27 @@ class Backend(Protocol):
         """
 
 
+def prepared(batch: Batch, backend: Backend, kv: PagedKV) -> Batch:
+    """Return a batch with the metadata of the backend."""
+    return replace(batch, attention=backend.prepare(batch, kv), windowed=prepared_window(batch, backend, kv))
+
+
+def prepared_window(batch: Batch, backend: Backend, kv: PagedKV) -> Batch | None:
+    """Return the batch for layers with a sliding window, with the metadata of the backend; None: there are no such layers."""
+    assert (batch.windowed is None) == (kv.window is None), "a step has a block table of windows, and the pools have none"
+    if batch.windowed is None or kv.window is None:
+        return None
+    return replace(batch.windowed, attention=backend.prepare(batch.windowed, kv.window))
+
+
+def located(layer: int, batch: Batch, kv: PagedKV) -> tuple[int, Batch, PagedKV]:
+    """Return layer, batch and pools for `Backend.attend` in a layer of those that store KV, counted from 0."""
+    if batch.windowed is None or kv.window is None:
+        return layer, batch, kv
+    windowed, at = kv.places[layer]
+    return (at, batch.windowed, kv.window) if windowed else (at, batch, kv)
+
+
 class KVPlace(NamedTuple):
     """Where the KV of a decoder layer is stored."""
 
@@ -166,6 +191,13 @@ class AttentionCall:
         self.kv = kv
         self.places = places
 
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, scores: Scores
+    ) -> torch.Tensor:
+        """Do what `Backend.attend` does, over the blocks of the layer, counted over all that store KV."""
+        at, batch, kv = located(layer, self.batch, self.kv)
+        return self.backend.attend(at, query, key, value, batch, kv, scores)
+
 
 class AttentionProbe:
     """Takes the place of an `AttentionCall` while a model is loaded: records the attention arguments of each layer and counts
@@ -181,6 +213,15 @@ class AttentionProbe:
         """Return the first layer that had the same two tensors, which may be this one."""
         self._stored.append((layer, key, value))
         return next(first for first, k, v in self._stored if k is key and v is value)
+
+
+class NoCall(TypeError):
+    """A layer called the engine's attention without the keyword arguments of the model's forward."""
+
+    def __init__(self, message: str, layer: int) -> None:
+        """layer: decoder layer."""
+        super().__init__(message)
+        self.layer = layer
 
 
 def paged_attention(
@@ -202,9 +243,12 @@ def paged_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    latent = latent_heads_of(module)
+    if latent is not None:
+        query = latent.absorb(query)
     if rollout is None:
-        raise TypeError(
-            f"attention {ATTENTION_NAME!r} works only inside the engine, in models that pass keyword arguments on to it"
+        raise NoCall(
+            f"attention {ATTENTION_NAME!r} works only inside the engine, in models that pass keyword arguments on to it", layer
         )
     if isinstance(rollout, AttentionProbe):
         rollout.calls[layer] += 1
@@ -224,13 +268,14 @@ def paged_attention(
             "causal": getattr(module, "is_causal", True),
             "other": {name: value for name, value in other.items() if value is not None and name not in HARMLESS},
         }
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return out if latent is None else latent.expand(out), None
     at, stores = rollout.places[layer]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     new_k, new_v = (k, v) if stores else (None, None)
     scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
-    out = rollout.backend.attend(at, q, new_k, new_v, rollout.batch, rollout.kv, scores)
-    return out[None], None
+    out = rollout.attend(at, q, new_k, new_v, scores)[None]
+    return out if latent is None else latent.expand(out), None
 
 
 HARMLESS = frozenset(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollout.engine.forward.sampling import SamplingBatch
-from rollout.engine.kv.states import StateRows
+from rollout.engine.kv.states import StateRows, rows_as_table
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.scheduling.plan import Plan
 
@@ -48,6 +48,12 @@ class Batch:
     """metadata that the attention backend prepared for this step"""
     states: StateRows | None = None
     """slots of recurrent state; None: the model has none"""
+    state_rows: torch.Tensor | None = None
+    """[3, R + 1] int64 on a device of its own: the same as `states`, query_starts, reads and writes, whose last entries are not
+    used; None: the kernels read host memory"""
+    windowed: Batch | None = None
+    """the same step for layers with a sliding window: with their slots and block table, whose columns are 0 where a block has
+    left the window, and `attention` of their own; None: all layers have the same blocks"""
 
     @staticmethod
     def build(
@@ -59,36 +65,52 @@ class Batch:
             dtype: of the products; it decides the padding.
             drawn: [D] int32 on the device: tokens that the step in flight samples, the values of pending tokens.
         """
-        starts, counts, table = plan.starts, plan.counts, plan.block_table
+        starts, counts, blocks = plan.starts, plan.counts, plan.block_table
         query_starts = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
         row_of = np.repeat(np.arange(plan.num_rows), counts)
         positions = np.arange(plan.num_tokens) - query_starts[row_of] + starts[row_of]
-        slots = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slots = _slots(blocks, row_of, positions, block_size)
         row_of_logits = np.repeat(np.arange(plan.num_rows), plan.logits)
         before_end = (np.cumsum(plan.logits) - 1)[row_of_logits] - np.arange(len(row_of_logits))
         logits_at = query_starts[row_of_logits + 1].astype(np.int64) - 1 - before_end
         least = MIN_ROWS.get(dtype, 16)
         wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
+        states = StateRows(query_starts, plan.state_reads, plan.state_writes) if len(plan.state_writes) else None
         whole = [padded(array, least) for array in (plan.token_ids.astype(np.int64), positions, wanted)]
-        input_ids, position_ids, wanted_at, pending_at, draws = memory.send([*whole, *_pending(plan, least)])
+        table = [] if states is None or memory.is_host else [rows_as_table(states).ravel()]
+        input_ids, position_ids, wanted_at, pending_at, draws, *sent = memory.send([*whole, *_pending(plan, least), *table])
         if len(draws):
             assert drawn is not None, "a token is pending, and nothing is in flight"
             input_ids.index_copy_(0, pending_at, drawn[draws].long())
-        return Batch(
+        batch = Batch(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             num_tokens=plan.num_tokens,
             slots=torch.from_numpy(slots),
             query_starts=query_starts,
             context_lens=starts + counts,
-            block_table=table,
+            block_table=blocks,
             shared=np.array(plan.shared, np.int32).reshape(-1, 3),
             logits_at=wanted_at,
             num_logits=len(logits_at),
             sampling=SamplingBatch.build(plan),
-            states=StateRows(query_starts, plan.state_reads, plan.state_writes) if len(plan.state_writes) else None,
+            states=states,
+            state_rows=sent[0].view(3, -1) if sent else None,
         )
+        if not plan.window_table.size:
+            return batch
+        shared = batch.shared.copy()
+        shared[:, 2] = 0  # rows of a group may share blocks, but some have left these behind: only the tables tell
+        slots = _slots(plan.window_table, row_of, positions, block_size)
+        windowed = replace(batch, slots=torch.from_numpy(slots), block_table=plan.window_table, shared=shared)
+        return replace(batch, windowed=windowed)
+
+
+def _slots(table: np.ndarray, row_of: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Return [T] int64: slots of tokens at these positions of these rows."""
+    slots: np.ndarray = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return slots
 
 
 def padded(values: np.ndarray, least: int) -> np.ndarray:

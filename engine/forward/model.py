@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace
+from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace, NoCall
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.latent import use_latent_kv
 from rollout.engine.forward.random_weights import load_module
 from rollout.engine.forward.recurrence import Recurrence
 from rollout.engine.forward.shapes import is_random
@@ -86,6 +88,8 @@ def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
     """Load the model of a configuration. Raises ValueError if it cannot be loaded or is not supported."""
     dtype, offload = getattr(torch, config.dtype), config.weight_offload
     module = load_model(config.model, dtype, memory if offload is None else None)
+    if config.latent_kv:
+        use_latent_kv(module)
     streamed = None if offload is None else OffloadedModel(module, config.model, offload, memory)
     return Model(module, config.model, streamed)
 
@@ -195,6 +199,18 @@ def states_of(model: ModelLike) -> StateGeometry | None:
     return getattr(model, "states", None)
 
 
+def advance_states(model: ModelLike, kv: PagedKV, advances: np.ndarray) -> None:
+    """Advance the recurrent states of rows of the newest step: see `Plan.state_advances`."""
+    assert isinstance(model, Model) and kv.states is not None
+    model.recurrence.advance(kv.states, advances)
+
+
+def windows_of(model: ModelLike) -> tuple[int, ...]:
+    """Return the window of each layer that stores KV, in tokens: 0 where a query attends to all positions, or where the KV of
+    all tokens is held."""
+    return getattr(model, "windows", ())
+
+
 def streamed_of(model: ModelLike) -> OffloadedModel | None:
     """Return the weight offload of a model; None: all layers are on the device."""
     return getattr(model, "streamed", None)
@@ -220,6 +236,8 @@ class Model:
         """shapes of the recurrent state of a sequence; None: it has none"""
         self.geometry, self.places = geometry_of(asked, module.dtype)
         """places: of the KV of each decoder layer with attention"""
+        self.windows = () if self.states is not None else windows_in(asked, self.context)
+        """window of each layer that stores KV, 0 where all tokens are held; (): everywhere"""
         self.heads: Sequence[tuple[int, int, int, int]] = [
             (each["q_heads"], each["kv_heads"], each["head_dim"], each["value_dim"]) for each in asked.values()
         ]
@@ -227,13 +245,19 @@ class Model:
         self.decoder: NativeLayers | None = None
         """runs the layers; None: the module does"""
 
+    @property
+    def takes_drafts_back(self) -> bool:
+        """Whether its recurrent layers keep the inputs of rows with drafts."""
+        return self.recurrence.keeps_inputs
+
     def run_by(self, decoder: NativeLayers | None) -> None:
         """Let a decoder compute every later `forward`; None: the module."""
         self.decoder = decoder
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
-        if self.decoder is None:
+        drafted = self.takes_drafts_back and batch.states is not None and bool((batch.states.writes < 0).any())
+        if self.decoder is None or drafted:  # a decoder keeps no inputs, and has the bits of the module
             return self.forward_transformers(batch, kv, backend)
         return self.decoder.forward(batch, kv, backend)
 
@@ -289,6 +313,12 @@ def _probe(module: PreTrainedModel, config: Any, name: str) -> tuple[dict[int, d
         module.set_attn_implementation(ATTENTION_NAME)
         with torch.inference_mode():
             module(input_ids=ids, position_ids=torch.arange(2, device=module.device)[None], use_cache=False, rollout=probe)
+    except NoCall as error:
+        at = mixer_of(module, error.layer, config)
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}): attention that does not get the keyword arguments of the model, in {at}, is not "
+            "supported"
+        ) from error
     except Exception as error:
         raise UnsupportedModel(
             f"{name} ({config.model_type}): a forward of two tokens with our attention failed: {in_one_line(error)}"
@@ -354,6 +384,14 @@ def geometry_of(asked: dict[int, dict[str, Any]], dtype: torch.dtype) -> tuple[K
     shapes = [LayerShape(*(asked[layer][size] for size in ("kv_heads", "head_dim", "value_dim"))) for layer in own]
     places = {layer: KVPlace(own.index(each["stored_by"]), each["stored_by"] == layer) for layer, each in asked.items()}
     return KVGeometry.of(shapes, dtype), places
+
+
+def windows_in(asked: dict[int, dict[str, Any]], context: int) -> tuple[int, ...]:
+    """Return the window of each layer that stores KV, as wide as the widest of the layers that read it; 0 if one of them
+    attends to all positions, or the window is not narrower than the context."""
+    own = [layer for layer in sorted(asked) if asked[layer]["stored_by"] == layer]
+    readers = [[each["window"] for each in asked.values() if each["stored_by"] == layer] for layer in own]
+    return tuple(max(windows) if 0 < min(windows) <= max(windows) < context else 0 for windows in readers)
 
 
 MIXERS = ("attention", "attn", "mixer", "recurrent", "lstm", "ssm", "mamba", "conv")

@@ -1,4 +1,4 @@
-"""Random weights: a model folder that has a configuration and no files of weights, for benchmarks and tests.
+"""Loads models with random weights from folders that have a configuration and no weights, for benchmarks and tests.
 
 A folder that `rollout.engine.forward.shapes` marks gets its weights when it is loaded, in the dtype that is asked for. They
 depend on the name and the shape of each tensor alone, and are the same on every machine: a model that is cut to its first

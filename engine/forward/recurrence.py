@@ -66,6 +66,10 @@ SCANS = {
 }
 
 
+Rows = Any
+"""`StateRows`, or for kernels of a device `rollout.engine.forward.batch.Batch.state_rows`"""
+
+
 class TokenMixers(Protocol):
     """Kernels of a device that mix tokens. A token's result depends on the tokens of its own sequence alone, to the bit, and
     not on where these are cut into rows."""
@@ -77,7 +81,7 @@ class TokenMixers(Protocol):
         bias: torch.Tensor | None,
         activation: str | None,
         states: torch.Tensor,
-        rows: StateRows,
+        rows: Rows,
     ) -> torch.Tensor:
         """Convolve x [P, channels] → [P, channels]; weight [channels, k], states [slots, channels, k - 1]."""
 
@@ -89,7 +93,7 @@ class TokenMixers(Protocol):
         g: torch.Tensor,
         beta: torch.Tensor,
         states: torch.Tensor,
-        rows: StateRows,
+        rows: Rows,
         *,
         l2norm: bool = False,
     ) -> torch.Tensor:
@@ -104,7 +108,7 @@ class TokenMixers(Protocol):
         B: torch.Tensor,
         C: torch.Tensor,
         states: torch.Tensor,
-        rows: StateRows,
+        rows: Rows,
         *,
         D: torch.Tensor | None = None,
         dt_bias: torch.Tensor | None = None,
@@ -134,6 +138,10 @@ class Recurrence:
         """(decoder layer, shapes) of each mixer, in the order of the module"""
         self.kernels: TokenMixers | None = None
         """mix the tokens; None: torch does"""
+        self.keeps_inputs = False
+        """whether inputs of rows that write no state are kept, from which the next plan may advance it"""
+        self._kept: dict[tuple[int, str], tuple[StateRows, dict[str, Any]]] = {}
+        """rows and arguments of the functions of each mixer, in the newest step with rows that wrote no state"""
         for name, each in module.named_modules():
             names = names_in_forward(each)
             if CONV in names:
@@ -159,6 +167,15 @@ class Recurrence:
             raise ValueError(f"convolutions of different dtypes ({', '.join(sorted(map(str, dtypes)))})")
         return StateGeometry(tuple(StateLayer(shapes.conv, shapes.scan) for _, shapes in self.mixers), dtypes.pop())
 
+    def advance(self, pages: StatePages, advances: np.ndarray) -> None:
+        """Advance the states of rows that wrote none in the newest step by their first tokens: see `Plan.state_advances`. Token
+        by token, as a row of these tokens alone would: so a state has the same bits with and without drafts."""
+        assert self.kernels is not None and len(self._kept) >= len(self.mixers), "no inputs were kept to advance states by"
+        for (index, name), (rows, given) in self._kept.items():
+            at, some = rows_of_advances(rows, advances)
+            parts = pages.convs if name == CONV else pages.scans
+            run_kernel(self.kernels, name, tokens_at(name, given, at), parts[index], some)
+
     def _rebind(self, mixer: nn.Module) -> None:
         inner: Any = inspect.unwrap(type(mixer).forward)
         index, shapes = len(self.mixers), MixerShapes()
@@ -181,6 +198,8 @@ class Recurrence:
             if isinstance(call, AttentionProbe):
                 return note(name, given, shapes)
             if self.kernels is not None:
+                if self.keeps_inputs and (rows := call.batch.states) is not None and (rows.writes < 0).any():
+                    self._kept[index, name] = rows, {key: kept(value) for key, value in given.items()}
                 return mixed(self.kernels, call, index, name, given)
             return convolve(call, index, given) if name == CONV else scan(call, index, name, original, given)
 
@@ -231,23 +250,44 @@ def rows_of(call: AttentionCall) -> StateRows:
 
 def mixed(kernels: TokenMixers, call: AttentionCall, index: int, name: str, given: dict[str, Any]) -> Any:
     """Run a function of a mixer with the kernels of the device. Returns what the module's own returns."""
-    pages = pages_of(call)
+    pages, rows = pages_of(call), getattr(call.batch, "state_rows", None)
     parts = None if pages is None else pages.convs if name == CONV else pages.scans
-    out = run_kernel(kernels, name, given, None if parts is None else parts[index], rows_of(call))
+    out = run_kernel(kernels, name, given, None if parts is None else parts[index], rows_of(call) if rows is None else rows)
     return out if name == CONV or not (SCANS[name].always_pairs or given.get(SCANS[name].wanted)) else (out, None)
 
 
-def run_kernel(
-    kernels: TokenMixers, name: str, given: dict[str, Any], states: torch.Tensor | None, rows: StateRows
-) -> torch.Tensor:
+def kept(value: Any) -> Any:
+    """Return an argument for use after the step: parameters may have changed by then."""
+    return value.clone() if isinstance(value, nn.Parameter) else value
+
+
+def rows_of_advances(rows: StateRows, advances: np.ndarray) -> tuple[torch.Tensor, StateRows]:
+    """Return the tokens of a step by which states advance, [T] int64, and the rows that they are now. advances: as
+    `Plan.state_advances`."""
+    numbers, counts, reads, writes = (np.ascontiguousarray(column) for column in advances.T)
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    at = np.repeat(rows.query_starts[numbers] - starts[:-1], counts) + np.arange(starts[-1])
+    return torch.from_numpy(at.astype(np.int64)), StateRows(starts, reads, writes)
+
+
+def tokens_at(name: str, given: dict[str, Any], at: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a function of a mixer for the tokens `at` alone."""
+    if name == CONV:
+        return {**given, "hidden_states": given["hidden_states"][0].T[at].T[None]}
+    return {key: value[:, at] if key in OF_TOKENS else value for key, value in given.items()}
+
+
+def run_kernel(kernels: TokenMixers, name: str, given: dict[str, Any], states: torch.Tensor | None, rows: Rows) -> torch.Tensor:
     """Run the kernel in place of the function `name`, whose arguments are `given`, for rows that lie side by side. states:
     slots; None: every row begins with zeros. Returns what the function returns, without a state."""
     if name == CONV:
         x, weight = given["hidden_states"][0].T, given["weight"]
         slots = x.new_zeros(1, x.shape[1], weight.shape[-1] - 1) if states is None else states
         return kernels.convolve(x, weight, given.get("bias"), given.get("activation"), slots, rows).T[None]
-    slots = torch.zeros(1, *SCANS[name].shape(given)) if states is None else states
     tokens = {key: value[0] for key, value in given.items() if key in OF_TOKENS}
+    first = tokens.get("value", tokens.get("hidden_states")).new_zeros  # type: ignore[union-attr]
+    slots = first((1, *SCANS[name].shape(given)), dtype=torch.float32) if states is None else states
     if "value" in tokens:
         normed = bool(given.get("use_qk_l2norm_in_kernel"))
         return kernels.delta_rule(**tokens, states=slots, rows=rows, l2norm=normed)[None]

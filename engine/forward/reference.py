@@ -42,7 +42,9 @@ class QueryTiles(NamedTuple):
     table: torch.Tensor
     """[N, M] int64: device slots of the blocks of the row"""
     blocks: np.ndarray
-    """[N]: number of blocks that the tile attends to"""
+    """[N]: number of blocks up to the last one that the tile attends to"""
+    begins: np.ndarray
+    """[N]: lowest position of its queries; blocks before its window may be those of other sequences"""
     slots: torch.Tensor
     """[T]: slots for K and V"""
 
@@ -91,8 +93,9 @@ def attend_tiles(query: torch.Tensor, keys: Cells, values: Cells, tiles: QueryTi
     total = torch.zeros_like(m)
     acc = q.new_zeros(*q.shape[:3], values.numbers.shape[3])
     last = tiles.positions.amax(1)
-    for b in range(int(tiles.blocks.max())):
-        at = torch.from_numpy(np.flatnonzero(tiles.blocks > b)).to(q.device)
+    first = np.maximum(tiles.begins - asked.window + 1, 0) // size if asked.window else np.zeros_like(tiles.begins)
+    for b in range(int(first.min()), int(tiles.blocks.max())):
+        at = torch.from_numpy(np.flatnonzero((first <= b) & (tiles.blocks > b))).to(q.device)
         k, v = keys.read(tiles.table[at, b]), values.read(tiles.table[at, b])
         where = torch.arange(b * size, (b + 1) * size, device=q.device)
         # slots after the last visible token may contain anything, including NaN
@@ -150,5 +153,6 @@ def _tiles(batch: Batch, tile: int, block_size: int, device: torch.device) -> Qu
         positions=where,
         table=torch.from_numpy(batch.block_table[rows].astype(np.int64)).to(device),
         blocks=np.array(positions).max(1) // block_size + 1,
+        begins=np.array(positions)[:, 0],
         slots=batch.slots.to(device),
     )

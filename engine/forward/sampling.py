@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from rollout.engine.forward.adjust import FAR, Adjust
+from rollout.engine.forward.adjust import FAR, Adjust, Send, in_place
 from rollout.engine.scheduling.plan import MaskedTokens, Plan, SampledTokens, TopLogprobs
 
 DISTRIBUTIONS = 64
@@ -57,9 +57,10 @@ class SamplingBatch:
         sampling, drawn_at = plan.sampling, plan.positions.astype(np.uint64)
         own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
         logits_row = np.repeat(np.arange(len(repeats)), repeats)
+        draws = (plan.given < 0) | sampling["redraw"]
         return SamplingBatch(
             logits_row=logits_row,
-            uniform=np.where(plan.given < 0, uniform(sampling["seed"], sampling["index"], drawn_at), -1.0 - plan.given),
+            uniform=np.where(draws, uniform(sampling["seed"], sampling["index"], drawn_at), -1.0 - plan.given),
             forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
             raw=bool(sampling["raw"].any()),
             top=np.ascontiguousarray(sampling["top"]) if sampling["top"].any() else None,
@@ -134,14 +135,19 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None) -> PendingTokens:
+def launch_draws(
+    logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None, send: Send = in_place
+) -> PendingTokens:
     """Sample D tokens from [S, V] logits of any float dtype: with `kernel` if it supports them, else with plain torch. On a GPU
     the host does not wait until it reads the result.
 
     Each draw is computed alone and depends only on its own sampling parameters. Log-probs are `log_softmax` of the scaled,
-    truncated logits; on the CPU to the bit if `Kernels.torch_logprobs`."""
+    truncated logits; on the CPU to the bit if `Kernels.torch_logprobs`.
+
+    Args:
+        send: moves arrays to the device of the logits."""
     if batch.adjust:
-        return _launch_adjusted(logits, batch, kernel)
+        return _launch_adjusted(logits, batch, kernel, send)
     if kernel is None or not len(batch.logits_row) or not kernel.fits(logits):
         drawn = _sample_torch(logits, batch)
         return PendingTokens(torch.from_numpy(drawn.tokens).to(logits.device), lambda: drawn)
@@ -149,25 +155,27 @@ def launch_draws(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel 
     return PendingTokens(*kernel.launch(logits, *given))
 
 
-def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None) -> PendingTokens:
+def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None, send: Send) -> PendingTokens:
     """Sample from changed rows separately. Log-probs at temperature 1 without truncation remain those of the model's logits."""
     draws = len(batch.logits_row)
     others = np.setdiff1d(np.arange(draws), np.concatenate([adjust.draws for adjust in batch.adjust]))
-    parts = [(adjust.draws, _launch_changed(logits, batch, adjust, kernel)) for adjust in batch.adjust]
+    parts = [(adjust.draws, _launch_changed(logits, batch, adjust, kernel, send)) for adjust in batch.adjust]
     if len(others):
-        parts.append((others, launch_draws(logits, batch.only(others), kernel)))
+        parts.append((others, launch_draws(logits, batch.only(others), kernel, send)))
     tokens = torch.empty(draws, dtype=torch.int32, device=logits.device)
-    for at, part in parts:
-        tokens[torch.from_numpy(at).to(logits.device)] = part.tokens
+    for places, (_, part) in zip(send([at for at, _ in parts]), parts, strict=True):
+        tokens[places] = part.tokens
     return PendingTokens(tokens, lambda: merged([(at, part.read()) for at, part in parts]))
 
 
-def _launch_changed(logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, kernel: DrawKernel | None) -> PendingTokens:
+def _launch_changed(
+    logits: torch.Tensor, batch: SamplingBatch, adjust: Adjust, kernel: DrawKernel | None, send: Send
+) -> PendingTokens:
     """Launch the draws from the changed rows of `adjust`."""
     mine = replace(batch.only(adjust.draws), logits_row=adjust.taken, raw=False)
-    drawn, raws = launch_draws(adjust.apply(logits), mine, kernel), None
+    drawn, raws = launch_draws(adjust.apply(logits, send), mine, kernel, send), None
     if batch.raw:
-        rows = torch.from_numpy(adjust.source[adjust.taken]).to(logits.device)
+        (rows,) = send([adjust.source[adjust.taken]])
         raws = logits[rows].float().log_softmax(-1).gather(-1, drawn.tokens.long()[:, None])[:, 0]
 
     def read() -> SampledTokens:
@@ -190,7 +198,7 @@ def _without_far(drawn: SampledTokens) -> SampledTokens:
 def merged(parts: list[tuple[np.ndarray, SampledTokens]]) -> SampledTokens:
     """Join parts of a step, each with its draw numbers, in the order of the draws."""
     back = np.argsort(np.concatenate([draws for draws, _ in parts]))
-    *columns, tops = zip(*(drawn for _, drawn in parts), strict=True)
+    *columns, tops, _ = zip(*(drawn for _, drawn in parts), strict=True)
     whole: list[Any] = [None if column[0] is None else np.concatenate(column)[back] for column in columns]
     whole.append(_merged_top([(len(draws), top) for (draws, _), top in zip(parts, tops, strict=True)], back))
     return SampledTokens(*whole)

@@ -33,9 +33,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from rollout.engine.forward.attention import Backend, CannotAttend, Scores
+from rollout.engine.forward.attention import Backend, CannotAttend, Scores, prepared
 from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
-from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line
+from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line, windows_of
 from rollout.engine.kv.block import BlockCopies, SlotCounts
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
@@ -69,6 +69,8 @@ class ForwardPath(NamedTuple):
 
     first: int
     forward: Callable[[Batch, PagedKV, Backend], torch.Tensor]
+    window: int
+    """widest window of the layers whose windows free memory; 0: there are none"""
 
 
 class LoadedModel(NamedTuple):
@@ -88,18 +90,18 @@ def check_model(served: LoadedModel) -> None:
     """Compare the engine with the plain forward. Raises UnsupportedModel with the difference, or with the reason why they
     cannot be compared."""
     began, model = time.perf_counter(), served.model
-    windows = _windows(model.module)
+    windows, widest = _windows(model.module), max(windows_of(model), default=0)
     try:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             short = min(TOKENS, model.context)
-            _agree(served, ForwardPath(0, model.forward), "")
+            _agree(served, ForwardPath(0, model.forward, widest), "")
             if model.context >= 2 * short:
                 where = f" at positions {model.context - short} to {model.context - 1}"
-                _agree(served, ForwardPath(model.context - short, model.forward), where)
+                _agree(served, ForwardPath(model.context - short, model.forward, widest), where)
             if windows:
                 with _narrowed(windows):
                     where = f" beyond a window (of {NARROW} tokens, for the comparison)"
-                    _agree(served, ForwardPath(0, model.forward_transformers), where)
+                    _agree(served, ForwardPath(0, model.forward_transformers, min(widest, NARROW)), where)
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -111,7 +113,8 @@ def check_model(served: LoadedModel) -> None:
     if served.kept.fp8:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             ids = _text(model, 0)
-            plain, kept = (_engine(served, ids, ForwardPath(0, model.forward), each) for each in (model.geometry, served.kept))
+            way = ForwardPath(0, model.forward, widest)
+            plain, kept = (_engine(served, ids, way, each) for each in (model.geometry, served.kept))
         log.info("KV in fp8 model=%s mean_abs_logprob_difference=%.2g", model.name, _difference(plain, kept))
 
 
@@ -213,12 +216,12 @@ def _plain(model: Model, ids: torch.Tensor, first: int) -> torch.Tensor:
 
 def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGeometry) -> torch.Tensor:
     """Return [compared positions, vocabulary] fp32 log-probs of the engine: in two chunks or more, after another row, from KV
-    of geometry `kept`."""
+    of geometry `kept`. Blocks that have left a window are gone: their columns name a block that holds NaN."""
     backend, block_size = served.backend, served.block_size
     blocks = -(-len(ids) // block_size)
     geometry = served.model.states
     states = None if geometry is None else StatePages(geometry, SlotCounts(4, 1), served.memory)
-    kv = PagedKV(kept, PoolSizes(block_size, 3 * blocks, 0), served.memory, states=states)
+    kv = _pools(served, kept, 3 * blocks, states)
     tables = np.random.default_rng(0).permutation(3 * blocks).astype(np.int32).reshape(3, blocks)
     looked_at, parts = _looked_at(len(ids)), []
     chunk = max(1, min(-(-len(ids) * 3 // 5), served.most_tokens - BESIDE))
@@ -229,12 +232,23 @@ def _engine(served: LoadedModel, ids: torch.Tensor, way: ForwardPath, kept: KVGe
         rows = [beside, (start, end - start)]
         if states is not None and step:
             rows.append((start, 1))  # a fork: it reads the state of the row before, and its own KV is not looked at
-        batch = _batch(served, ids, rows, way.first, tables, wanted)
-        batch = replace(batch, attention=backend.prepare(batch, kv))
+        batch = prepared(_batch(served, ids, rows, way.first, tables, wanted, way.window), backend, kv)
         if states is not None:
             batch = replace(batch, states=_slots(states, batch, step))
         parts.append(way.forward(batch, kv, backend).float().log_softmax(-1))
     return torch.cat(parts)
+
+
+def _pools(served: LoadedModel, kept: KVGeometry, blocks: int, states: StatePages | None) -> PagedKV:
+    """Allocate KV of geometry `kept`, with pools of their own for layers with a window, whose last block holds NaN."""
+    windowed, size, memory = [window > 0 for window in windows_of(served.model)], served.block_size, served.memory
+    if not any(windowed):
+        return PagedKV(kept, PoolSizes(size, blocks, 0), memory, states=states)
+    full, window = (kept.part([i for i, each in enumerate(windowed) if each == kind]) for kind in (False, True))
+    kv, beside = PagedKV(full, PoolSizes(size, blocks, 0), memory), PagedKV(window, PoolSizes(size, blocks + 1, 0), memory)
+    beside.data[blocks].fill_(255 if kept.fp8 else torch.nan)  # 255 is NaN in e4m3 and, twice, in bf16
+    kv.join(beside, windowed)
+    return kv
 
 
 def _slots(states: StatePages, batch: Batch, step: int) -> StateRows:
@@ -251,16 +265,26 @@ def _slots(states: StatePages, batch: Batch, step: int) -> StateRows:
 
 
 def _batch(
-    served: LoadedModel, ids: torch.Tensor, rows: list[tuple[int, int]], first: int, tables: np.ndarray, wanted: torch.Tensor
+    served: LoadedModel,
+    ids: torch.Tensor,
+    rows: list[tuple[int, int]],
+    first: int,
+    tables: np.ndarray,
+    wanted: torch.Tensor,
+    window: int = 0,
 ) -> Batch:
     """Build the batch of rows (start, count) of this text, at model positions from `first` on, with logits of the tokens
-    `wanted`. KV of earlier positions does not exist, in either way."""
+    `wanted`. KV of earlier positions does not exist, in either way. window: of layers whose windows free memory."""
     size, dtype = served.block_size, served.model.geometry.dtype
     blocks = -(-max(start + count for start, count in rows) // size)
     starts, counts = (np.array(each, np.int32) for each in zip(*rows, strict=True))
     texts = [ids.numpy()[start : start + count] for start, count in rows]
     plan = plan_by_hand(np.zeros((len(rows), 1)), starts, tables[: len(rows), :blocks])
     plan = plan._replace(counts=counts, token_ids=np.concatenate(texts).astype(np.int32))
+    if window:
+        behind = np.maximum(0, starts - window + 1) // size
+        gone = np.arange(blocks) < behind[:, None]
+        plan = plan._replace(window_table=np.where(gone, tables.size, plan.block_table).astype(np.int32))
     batch = Batch.build(plan, size, served.memory, dtype)
     (logits_at,) = served.memory.send([padded(wanted.numpy(), MIN_ROWS.get(dtype, 16))])
     return replace(batch, position_ids=batch.position_ids + first, logits_at=logits_at, num_logits=len(wanted))

@@ -47,6 +47,11 @@ SHAPES: dict[str, PublishedShape] = {
         "num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "intermediate_size": 96, "vocab_size": 199, "max_position_embeddings": 4096, "tie_word_embeddings": True,
     }),
+    "tiny-moe": PublishedShape("qwen3_moe", 0.00026, {
+        "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "vocab_size": 199, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    }),
     "qwen3-0.6b": PublishedShape("qwen3", 0.596, {
         **QWEN3, "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072,
         "tie_word_embeddings": True,

@@ -96,6 +96,19 @@ class SlotCounts(NamedTuple):
         return max(1, self.device * 8 // 9 - 1)
 
 
+class WindowCounts(NamedTuple):
+    """Blocks of both pools of the layers with a sliding window."""
+
+    tokens: int
+    """width of the widest window: a query attends to its own and the tokens - 1 previous positions"""
+    device: int
+    host: int
+
+    def most_held(self, block_size: int) -> int:
+        """Return the most blocks that a sequence holds which computes a token at a time."""
+        return -(-self.tokens // block_size) + 1
+
+
 class PoolCounts(NamedTuple):
     """Sizes of the pools that a scheduler divides among sequences."""
 
@@ -105,6 +118,8 @@ class PoolCounts(NamedTuple):
     """blocks of the longest sequence of the model"""
     slots: SlotCounts | None = None
     """of recurrent state, at least two on the device; None: the model has none"""
+    windows: WindowCounts | None = None
+    """of layers with a sliding window; None: all layers hold the KV of all tokens"""
 
 
 class Spans(NamedTuple):

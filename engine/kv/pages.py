@@ -29,6 +29,7 @@ from rollout.engine.kv import fp8
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import ALL_SLOTS, Copied, CopyEngine, step_claims
 from rollout.engine.kv.pools import Pools
+from rollout.engine.kv.routes import RoutePages
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import DeviceMemory
@@ -64,7 +65,7 @@ class KVGeometry(NamedTuple):
     @staticmethod
     def of(shapes: Sequence[LayerShape], dtype: torch.dtype) -> KVGeometry:
         """Return the geometry of layers of these shapes."""
-        first = shapes[0]
+        first = shapes[0] if shapes else LayerShape(0, 0, 0)
         if any(shape != first for shape in shapes):
             return KVGeometry(len(shapes), 0, 0, dtype, different=tuple(shapes))
         other = first.value_dim if first.value_dim != first.head_dim else None
@@ -93,9 +94,14 @@ class KVGeometry(NamedTuple):
         """Return the geometry of pools for `EngineConfig.kv_dtype`."""
         return self._replace(fp8=kv_dtype == "fp8_e4m3")
 
+    def part(self, layers: Sequence[int]) -> KVGeometry:
+        """Return the geometry of these layers alone, which may be none."""
+        shapes = self.shapes
+        return KVGeometry.of([shapes[layer] for layer in layers], self.dtype)._replace(fp8=self.fp8)
+
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """Return the shape of one block in the pools. Raises ValueError if fp8 scales would not be aligned."""
-        if self.different:
+        if self.different or not self.layers:
             return (self.starts(block_size)[-1],)
         if self.fp8 or self.value_dim != self.head_dim:
             return (self.layers, self._numbers(self.shapes[0], block_size))
@@ -118,9 +124,19 @@ class KVGeometry(NamedTuple):
         return codes + shape.kv_heads * block_size * fp8.SCALE_BYTES
 
 
+class LayerPlace(NamedTuple):
+    """Where a layer that stores KV has it."""
+
+    windowed: bool
+    """in the pools of layers with a sliding window"""
+    layer: int
+    """of those in the same pools, counted from 0"""
+
+
 class PagedKV(Pools):
     """Both pools of KV, and those of recurrent state if the model has any. The attention backend writes the device pool, `move`
-    writes both."""
+    writes both. `routes`: pools of routes, if they are kept. Layers with a sliding window may have pools of their own,
+    `window`, with other blocks (`join`)."""
 
     def __init__(
         self,
@@ -147,8 +163,24 @@ class PagedKV(Pools):
         self.starts = geometry.starts(sizes.block_size)
         """where each layer begins in a block, in elements of the pools"""
         self.states = states
+        self.routes: RoutePages | None = None
+        self.window: PagedKV | None = None
+        """pools of the layers with a sliding window; None: the KV of all layers is here"""
+        self.places: tuple[LayerPlace, ...] = ()
+        """of all layers that store KV, if there is a `window`"""
+        self.is_window = False
+        """these are the pools of the layers with a sliding window"""
         if copy_engine is not None:
             self.copy_engine = copy_engine
+
+    def join(self, window: PagedKV, windowed: Sequence[bool]) -> None:
+        """Add the pools of the layers with a sliding window. windowed: for each layer that stores KV, whether it is there."""
+        assert sum(windowed) == window.geometry.layers and len(windowed) == window.geometry.layers + self.geometry.layers
+        self.window, window.is_window = window, True
+        counted = [0, 0]
+        for each in windowed:
+            self.places += (LayerPlace(each, counted[each]),)
+            counted[each] += 1
 
     @property
     def dtype_name(self) -> str:
@@ -158,14 +190,16 @@ class PagedKV(Pools):
     def release(self) -> None:
         """Free the memory of the device pools; their contents are lost."""
         super().release()
-        if self.states is not None:
-            self.states.release()
+        for pools in (self.states, self.routes, self.window):
+            if pools is not None:
+                pools.release()
 
     def restore(self) -> None:
         """Re-allocate the device pools, filled with zeros."""
         super().restore()
-        if self.states is not None:
-            self.states.restore()
+        for pools in (self.states, self.routes, self.window):
+            if pools is not None:
+                pools.restore()
 
     def move(self, moves: BlockCopies, spans: Spans | None = None) -> Copied:
         """Run all copies of a step in the order of `BlockCopies`. Call it at every step, also without copies.
@@ -176,6 +210,8 @@ class PagedKV(Pools):
         Returns:
             The copies that finished since the last call; on the CPU, the copies of this call.
         """
+        if self.routes is not None:
+            self.routes.move(moves)
         claims = ALL_SLOTS if spans is None else step_claims(len(self.data), self.block_size, spans)
         return self.copy_engine.run(moves, self.copy, claims)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.kv.block import SlotCounts
+from rollout.engine.kv.block import SlotCounts, WindowCounts
 from rollout.engine.memory import DeviceMemory, free_memory
 
 PINNED_BYTES = 16 << 30
@@ -72,6 +72,49 @@ def state_sizes(
         raise ValueError(f"{device} recurrent states leave no room for a KV block of {bytes_per_block} bytes; raise kv_gib")
     on_host = sizes.host - -(-host * bytes_per_slot // bytes_per_block)
     return SlotCounts(device, host), sizes._replace(device=blocks, host=on_host)
+
+
+MOST_LOGICAL = 1 << 20
+"""most blocks of a pool without bytes, of a model all of whose layers have a window: a block takes some 100 bytes of
+bookkeeping"""
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block of each kind of layer."""
+
+    full: int
+    """layers with full attention; 0: there are none"""
+    window: int
+
+
+def window_sizes(
+    config: EngineConfig, sizes: PoolSizes, each: BlockBytes, tokens: int, longest: int
+) -> tuple[WindowCounts, PoolSizes]:
+    """Divide the memory of the KV pools between layers with full attention and those with a window. Windows get the blocks that
+    max_num_seqs sequences hold and those of the largest step, with an eighth more for prefixes, but no more blocks than the
+    other layers. So windows of running sequences never run out before the others do. With kv_tokens, the pool of the other
+    layers has the size asked for. Host memory is divided in the same way, for twice as many sequences. Returns the blocks of
+    windows, and of the other layers.
+
+    Args:
+        sizes: blocks for all layers together.
+        tokens: width of the widest window.
+        longest: blocks of the longest sequence.
+    """
+    held = config.most_seqs * (WindowCounts(tokens, 0, 0).most_held(config.block_size) + 1)
+    wanted = held + held // 8 - (-config.most_tokens // config.block_size)
+
+    def divided(blocks: int, wanted: int, fixed: bool) -> tuple[int, int]:
+        """Return blocks of full attention and of windows."""
+        if blocks <= wanted or fixed:
+            return blocks, min(blocks, wanted)
+        if not each.full:
+            return max(wanted, min(config.most_seqs * longest, MOST_LOGICAL)), wanted
+        return (blocks * (each.full + each.window) - wanted * each.window) // each.full, wanted
+
+    device, window = divided(sizes.device, wanted, config.kv_tokens is not None)
+    host, window_host = divided(sizes.host, 2 * wanted, False)
+    return WindowCounts(tokens, window, window_host), sizes._replace(device=device, host=host)
 
 
 def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory) -> int:

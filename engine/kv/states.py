@@ -51,9 +51,9 @@ class StateGeometry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of a slot."""
+        """Return the bytes of a slot, at least ALIGNED: convolutions over one token have no columns."""
         first, shape, dtype = self.parts[-1]
-        return first + -(-int(np.prod(shape)) * dtype.itemsize // ALIGNED) * ALIGNED
+        return max(ALIGNED, first + -(-int(np.prod(shape)) * dtype.itemsize // ALIGNED) * ALIGNED)
 
 
 class StateRows(NamedTuple):
@@ -65,15 +65,28 @@ class StateRows(NamedTuple):
     reads: np.ndarray
     """[R] int32: slot of the state before the row's first token; -1: zeros"""
     writes: np.ndarray
-    """[R] int32: slot that gets the state after its last token; -1: none"""
+    """[R] int32: slot that gets the state after its last token; -1: none, and its inputs are kept for the next step"""
+
+
+def rows_as_table(rows: StateRows) -> np.ndarray:
+    """Return [3, R + 1] int64 query_starts, reads and writes; the last entries of reads and writes are not used."""
+    none = np.full(1, -1, np.int64)
+    reads, writes = (np.concatenate([each, none]) for each in (rows.reads, rows.writes))
+    return np.stack([rows.query_starts.astype(np.int64), reads, writes])
 
 
 class StatePages(Pools):
     """Both pools of states. The recurrent layers write the device pool, `move` both."""
 
-    def __init__(self, geometry: StateGeometry, slots: SlotCounts, memory: DeviceMemory) -> None:
-        """Allocate the slots. Raises ValueError if the memory cannot be allocated."""
-        super().__init__((geometry.nbytes,), torch.uint8, slots, memory)
+    def __init__(
+        self,
+        geometry: StateGeometry,
+        slots: SlotCounts,
+        memory: DeviceMemory,
+        commit: tuple[bool, bool] = (False, False),
+    ) -> None:
+        """Allocate the slots. commit: as for `Pools`. Raises ValueError if the memory cannot be allocated."""
+        super().__init__((geometry.nbytes,), torch.uint8, slots, memory, commit)
         self.geometry, self.slots = geometry, slots
         self.copy_engine = SyncCopies()  # in order with compute: the step before may still write what is copied
         views = [

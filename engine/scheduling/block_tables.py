@@ -8,16 +8,36 @@ from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.counters import Counters
 from rollout.engine.scheduling.sequence import Sequence
 from rollout.engine.scheduling.states import StateSlots
+from rollout.engine.scheduling.windows import WindowBlocks
 
 
 class BlockTables:
     """Writes `Sequence.blocks` and `Sequence.cached`, for `SchedulerState`."""
 
-    def __init__(self, block_size: int, store: BlockStore, counters: Counters, states: StateSlots | None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        store: BlockStore,
+        counters: Counters,
+        states: StateSlots | None = None,
+        windows: WindowBlocks | None = None,
+    ) -> None:
         self.block_size = block_size
         self.store = store
         self.counters = counters
         self.states = states
+        self.windows = windows
+
+    def held(self, seq: Sequence) -> list[tuple[BlockStore, list[Block]]]:
+        """Return the KV blocks of a sequence in each store of KV."""
+        full = self.store, seq.blocks
+        return [full] if self.windows is None else [full, (self.windows.store, seq.window)]
+
+    @property
+    def slots(self) -> int:
+        """Return the slots of all pools of KV."""
+        stores = [self.store] if self.windows is None else [self.store, self.windows.store]
+        return sum(store.device.size + store.host.size for store in stores)
 
     def find_cached(self, seq: Sequence, version: int) -> None:
         """Add full blocks from the prefix index to a running sequence. One token is left to compute, for its logits. With
@@ -25,6 +45,9 @@ class BlockTables:
         if self.states is not None:
             if not seq.cached:
                 self._find_with_state(seq, self.states, version)
+            return
+        if self.windows is not None:
+            self._find_with_window(seq, self.windows, version, in_use=False)
             return
         while block := self._next_known(seq, version):
             if block.device is None and not self.store.available:
@@ -37,6 +60,9 @@ class BlockTables:
     def find_in_use(self, seq: Sequence, version: int) -> None:
         """Add full blocks from the prefix index to a waiting sequence, as long as running sequences use them, so that they need
         no room. The following blocks are looked up when it runs, with recurrent state all of them."""
+        if self.windows is not None:
+            self._find_with_window(seq, self.windows, version, in_use=True)
+            return
         while self.states is None and (block := self._next_known(seq, version)):
             if not block.users:
                 return
@@ -63,6 +89,32 @@ class BlockTables:
             seq.add_block(block)
             self._found(seq)
 
+    def _find_with_window(self, seq: Sequence, windows: WindowBlocks, version: int, in_use: bool) -> None:
+        """Add full blocks from the prefix index to a sequence, as far as the window before the next token is known as well.
+        in_use: only blocks that running sequences use."""
+        if seq.cached % self.block_size or (seq.blocks and seq.blocks[-1].key is None):
+            return
+        chain = [*seq.blocks]
+        while (block := self._known(seq, chain, version)) and (block.users or not in_use):
+            chain.append(block)
+        found = windows.find(seq, chain, in_use)
+        added = [(self.store, chain[len(seq.blocks) : found.depth]), (windows.store, found.added)]
+        if any(sum(block.device is None or not block.owners for block in blocks) > store.available for store, blocks in added):
+            return
+        for store, blocks in added:
+            for block in blocks:
+                store.retain(block)
+        for store, blocks in added if seq.running else ():
+            for block in blocks:
+                store.activate(block, full=True)
+        for block in chain[len(seq.blocks) : found.depth]:
+            if seq.running:
+                seq.add_block(block)
+            else:
+                seq.blocks.append(block)
+            self._found(seq)
+        windows.adopt(seq, found)
+
     def _next_known(self, seq: Sequence, version: int) -> Block | None:
         """Return the block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
         if seq.cached % self.block_size or (seq.blocks and seq.blocks[-1].key is None):
@@ -86,6 +138,8 @@ class BlockTables:
     def extend(self, seq: Sequence, cached: int, version: int) -> None:
         """Allocate blocks to write tokens up to `cached`: copy a shared partial block first, then append new ones."""
         size = self.block_size
+        if self.windows is not None:
+            self.windows.extend(seq, cached, version)
         if seq.cached % size:
             block = seq.blocks[-1]
             if block.owners > 1:
@@ -106,6 +160,8 @@ class BlockTables:
             block.content = content_key(parent, seq.tokens(i * size, size))
             block.key = block_key(block.content, block.versions)
             self.store.index.add(block)
+            if self.windows is not None:
+                self.windows.index(seq, i, block)
 
     def settle(self, seq: Sequence, cached: int) -> None:
         """Set the number of cached tokens of a running sequence, at least as many as before: index the blocks that became full,
@@ -114,6 +170,8 @@ class BlockTables:
         seq.computed = max(seq.computed, cached)
         self.fill(seq, start)
         self.truncate(seq, -(-cached // self.block_size))
+        if self.windows is not None:
+            self.windows.trim(seq)
 
     def drop_older(self, seq: Sequence, oldest: int) -> None:
         """Release the first block that weights before version `oldest` computed, and all blocks after it. KV of the turn that
@@ -135,8 +193,8 @@ class BlockTables:
 
     def cut_lost(self, seq: Sequence) -> None:
         """Release the first block that was dropped while the sequence waited, and all blocks after it; all if its recurrent
-        state was dropped."""
-        if seq.state_in is not None and seq.state_in.lost:
+        state or a block of its window was dropped."""
+        if (seq.state_in is not None and seq.state_in.lost) or any(block.lost for block in seq.window):
             self.truncate(seq, 0)
         for i, block in enumerate(seq.blocks):
             if block.lost:
@@ -146,15 +204,21 @@ class BlockTables:
     def cut_unused(self, seq: Sequence) -> bool:
         """Release all but the leading blocks that running sequences use. Returns whether any block was released."""
         kept = next((i for i, block in enumerate(seq.blocks) if not block.users), None)
+        if any(not block.users for block in seq.window):
+            kept = 0
         if kept is not None:
             self.truncate(seq, kept)
         return kept is not None
 
     def truncate(self, seq: Sequence, blocks: int) -> None:
-        """Release all but the first `blocks`; all, with the recurrent state, if that is of more tokens."""
+        """Release all but the first `blocks`; all, with the recurrent state, if that is of more tokens; all if the window
+        behind them is not there."""
         if self.states is not None and blocks * self.block_size < seq.cached:
             blocks = 0
             self.states.drop(seq)
+        if self.windows is not None:
+            blocks = blocks if blocks * self.block_size >= seq.cached or self.windows.covers(seq, blocks) else 0
+            self.windows.truncate(seq, blocks)
         for block in reversed(seq.blocks[blocks:]):
             self.store.release(block, used=seq.running)
         seq.cut_blocks(blocks)
@@ -165,6 +229,7 @@ class BlockTables:
         """Remove the blocks that only this sequence owns from the prefix index, and the snapshots along its blocks."""
         if self.states is not None:
             self.states.forget_along(seq.blocks)
-        for block in seq.blocks:
-            if block.owners == 1:
-                self.store.index.remove(block)
+        for store, blocks in self.held(seq):
+            for block in blocks:
+                if block.owners == 1:
+                    store.index.remove(block)

@@ -147,11 +147,10 @@ def _key(child: TurnId) -> np.uint64:
 class PinnedKV:
     """Finished children that still own their blocks."""
 
-    def __init__(self, store: BlockStore, tables: BlockTables) -> None:
-        self.store = store
+    def __init__(self, tables: BlockTables) -> None:
         self.tables = tables
         self.blocks: Counter[Block] = Counter()
-        """how many pinned children own each block"""
+        """how many pinned children own each block, blocks of windows included"""
         self._children: OrderedDict[TurnId, Sequence] = OrderedDict()
         """oldest first"""
         self._of_group: dict[str, set[int]] = {}
@@ -172,17 +171,20 @@ class PinnedKV:
         well if its recurrent state has it. until: time of the scheduler's clock. ran: it was running."""
         if seq.state_in is None:
             seq.cached = min(seq.cached, seq.num_prompt + len(seq.output) - 1)
-        blocks = -(-seq.cached // self.tables.block_size)
-        for block in reversed(seq.blocks[blocks:]):
-            self.store.release(block, used=ran)
-        seq.cut_blocks(blocks)
-        for block in seq.blocks if ran else ():
-            self.store.deactivate(block)
+        end = -(-seq.cached // self.tables.block_size)
+        for store, blocks in self.tables.held(seq):
+            kept = max(0, end - (len(seq.blocks) - len(blocks)))  # both lists end with the same block
+            for block in reversed(blocks[kept:]):
+                store.release(block, used=ran)
+            for block in blocks[:kept] if ran else ():
+                store.deactivate(block)
+        del seq.window[max(0, end - seq.window_first) :]
+        seq.cut_blocks(end)
         key = _id(seq)
         self.release(*key)
         self._children[key], self._on_device[key] = seq, None
         self._of_group.setdefault(key[0], set()).add(key[1])
-        self.blocks.update(seq.blocks)
+        self.blocks.update([*seq.blocks, *seq.window])
         self._ends.add(until, seq)
         self._bound()
 
@@ -197,6 +199,7 @@ class PinnedKV:
         if not same:
             self.tables.truncate(seq, 0)
         to.blocks, seq.blocks = seq.blocks, []
+        to.window, to.window_first, seq.window = seq.window, seq.window_first, []
         to.state_in, seq.state_in = seq.state_in, None
         to.cached = to.computed = seq.cached
         return to.cached
@@ -222,42 +225,49 @@ class PinnedKV:
             self.release(*_id(seq))
 
     # ── eviction ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def offload(self, need: int, but: Collection[Block]) -> None:
-        """Offload children, oldest first, until `need` device slots are available or host memory is full. but: blocks that
-        stay."""
-        while self._on_device and self.store.available < need:
+    def offload(self, store: BlockStore, need: int, but: Collection[Block]) -> None:
+        """Offload children, oldest first, until `need` device slots of a store are available, host memory is full or a child's
+        recurrent state has no place. but: blocks that stay."""
+        while self._on_device and store.available < need:
             key = next(iter(self._on_device))
-            for block in self._children[key].blocks:
-                if block.users == 0 and block.device is not None and block not in but and not self.store.offload(block):
-                    return
+            if not self._has_place(self._children[key]):
+                return
+            for each, blocks in self.tables.held(self._children[key]):
+                for block in blocks:
+                    if block.users == 0 and block.device is not None and block not in but and not each.offload(block):
+                        return
             del self._on_device[key]
 
-    def evict_one(self, but: Collection[Block]) -> bool:
-        """Offload an idle block that is on the device, or release a child that owns it. but: blocks that stay. Returns whether
-        there was such a block."""
-        block = next((block for block in self.store.idle if block in self.blocks and block not in but), None)
+    def evict_one(self, store: BlockStore, but: Collection[Block]) -> bool:
+        """Offload an idle block of a store that is on the device, or release a child that owns it. but: blocks that stay.
+        Returns whether there was such a block."""
+        block = next((block for block in store.idle if block in self.blocks and block not in but), None)
         if block is None:
             return False
-        if not self.store.offload(block):
-            self.release(*next(key for key, seq in self._children.items() if block in seq.blocks))
+        owner = next(seq for seq in self._children.values() if block in seq.blocks or block in seq.window)
+        if not self._has_place(owner) or not store.offload(block):
+            self.release(*_id(owner))
         return True
 
     # ── private ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _has_place(self, seq: Sequence) -> bool:
+        return self.tables.states is None or self.tables.states.has_place(seq.state_in)
+
     def _remove(self, key: TurnId) -> Sequence:
         seq = self._children.pop(key)
         self._on_device.pop(key, None)
         self._of_group[key[0]].remove(key[1])
         if not self._of_group[key[0]]:
             del self._of_group[key[0]]
-        self.blocks.subtract(seq.blocks)
-        for block in seq.blocks:
+        self.blocks.subtract([*seq.blocks, *seq.window])
+        for block in [*seq.blocks, *seq.window]:
             if not self.blocks[block]:
                 del self.blocks[block]
         return seq
 
     def _bound(self) -> None:
         """Release children while more than MAX_PINNED_RATIO is pinned: of the client that pins most, its oldest first."""
-        most = MAX_PINNED_RATIO * (self.store.device.size + self.store.host.size)
+        most = MAX_PINNED_RATIO * self.tables.slots
         while self._children and max(len(self.blocks), len(self._children)) > most:
             greedy, _ = Counter(seq.state.client for seq in self).most_common(1)[0]
             self.release(*next(key for key, seq in self._children.items() if seq.state.client == greedy))

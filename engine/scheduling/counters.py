@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rollout.engine.kv.block import BlockCopies
 from rollout.engine.kv.copies import Copied
 from rollout.engine.scheduling.plan import Plan
-from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.scheduling.sequence import GroupState, Sequence
 
 
 @dataclass(slots=True)
@@ -97,6 +97,10 @@ class Counters:
     """recurrent states copied on the device; a fork copies none"""
     recompute_preemptions: int = 0
     """sequences whose KV was dropped, to be prefilled again"""
+    first_tokens: int = 0
+    """groups whose first tokens were sampled; not those of given tokens"""
+    first_token_seconds: float = 0.0
+    """sum over them, from a group's arrival"""
     unused_draws: int = 0
     """tokens sampled for children that had already finished: the cost of overlapping steps"""
     failed_moves: int = 0
@@ -124,6 +128,12 @@ class Counters:
         if not seq.state.forked or seq.uncached > 1:
             self.prefill_tokens += count
         self.recomputed_tokens += max(0, min(seq.computed, start + count) - start)
+
+    def began(self, group: GroupState, now: float) -> None:
+        """Count a group whose first tokens were sampled."""
+        if not group.group.score:
+            self.first_tokens += 1
+            self.first_token_seconds += now - group.arrived
 
     def moved(self, moves: BlockCopies, copied: Copied, block_bytes: int) -> None:
         """Count the copies of a step, and copies that ended."""

@@ -118,6 +118,13 @@ class Drafts:
             self.seconds.add(tokens, now - began)
             self.budget.note(rows, tokens, now - began)
 
+    def advanced(self, seconds: float) -> None:
+        """Record how long the newest step had to advance recurrent states by drafts of the step before. A step with drafts
+        leaves as much to the next one; one without does not pay for it."""
+        step, rows, tokens, began = self._timed
+        if tokens == rows:
+            self._timed = step, rows, tokens, began + seconds
+
     def learn(self, seq: Sequence, expected: tuple[int, ...], drawn: list[int]) -> None:
         """Record which tokens of a draft were accepted. drawn: the tokens that were appended to the sequence, one more than
         were accepted unless an accepted one ended it."""
@@ -158,7 +165,7 @@ class Drafts:
     def _longer(self, row: Row, draft: tuple[int, ...], length: int) -> Row:
         """Return a row with as much of a draft as there are blocks for."""
         seq, state, end = row.seq, self._state, row.start + row.count
-        room = (len(seq.blocks) + state.store.available) * state.config.block_size - end
+        room = (len(seq.blocks) + state.available) * state.config.block_size - end
         draft = draft[: max(0, room)]
         if not draft:
             return row

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
+from rollout.engine.kv.versions import KVVersions
 from rollout.engine.scheduling.plan import SampledTokens, TopLogprobs
 from rollout.engine.scheduling.sequence import Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
@@ -23,6 +26,7 @@ class _Draws(NamedTuple):
     raws: list[float] | list[None]
     finite: list[bool]
     top: TopLogprobs | None
+    routes: np.ndarray | None
 
 
 def launched(state: SchedulerState, rows: list[Row]) -> None:
@@ -44,6 +48,10 @@ def launched(state: SchedulerState, rows: list[Row]) -> None:
         if draws and forked:
             seq.expect(draw)
         draw += draws
+    if state.windows is not None:
+        for row in rows:
+            if row.count > 1:
+                state.windows.trim(row.seq)
     if state.states is not None:
         state.states.launched(rows)
 
@@ -56,7 +64,8 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
     first_k: list[tuple[Sequence, FinishReason]] = []
     tokens = sampled.tokens.tolist()
     raws = [None] * len(tokens) if sampled.raw_logprobs is None else sampled.raw_logprobs.tolist()
-    draws = _Draws(tokens, sampled.logprobs.tolist(), raws, sampled.finite.tolist(), sampled.top)
+    routes = _know_prompts(rows, sampled)
+    draws = _Draws(tokens, sampled.logprobs.tolist(), raws, sampled.finite.tolist(), sampled.top, routes)
     size, draw = state.config.block_size, 0
 
     def finish(seq: Sequence, reason: FinishReason) -> None:
@@ -85,10 +94,22 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
                 elif child.pending and child.cached % size == 0:
                     state.tables.fill(child, row.start + row.count)  # the next step computes this token
             if forks:
+                state.counters.began(seq.state, state.clock())
                 samples += [each for index in seq.state.cancelled for each in state.abort(seq.state.group.id, index)]
         draw += row.draws
     assert draw == len(tokens)
     return samples + _finish_first_k(state, first_k) if first_k else samples
+
+
+def _know_prompts(rows: list[Row], sampled: SampledTokens) -> np.ndarray | None:
+    """Give groups the routes of their prompts. Returns those of the draws, [D, layers, chosen]; None if no row wants them."""
+    if sampled.routes is None:
+        return None
+    for row, routes in sampled.routes.prompts.items():
+        group = rows[row].seq.state
+        if group.prompt_routes is None:
+            group.prompt_routes = routes
+    return sampled.routes.draws
 
 
 def _append_run(state: SchedulerState, row: Row, draws: _Draws, first: int) -> FinishReason | None:
@@ -102,6 +123,8 @@ def _append_run(state: SchedulerState, row: Row, draws: _Draws, first: int) -> F
             break
     if reason != "error":
         state.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
+        if state.states is not None and row.drafted:
+            state.states.accept(seq, seq.cached - row.start)
     return reason
 
 
@@ -111,20 +134,35 @@ def _append(state: SchedulerState, seq: Sequence, draws: _Draws, draw: int) -> F
         state.tables.distrust(seq)
         return "error"
     token, tracked = draws.tokens[draw], seq.tracked
+    if seq.version != state.version or len(seq.output) == seq.num_output_at_start:
+        _note_kv(state, seq)
     seq.append(token, draws.logprobs[draw], draws.raws[draw], state.version)
     if tracked is not None:
         tracked.append(token)
         if draws.top is not None:
             tracked.append_top(draws.top, draw)
+        if draws.routes is not None:
+            tracked.append_routes(draws.routes, draw)
     if seq.given is not None:
         state.counters.scored_tokens += 1
-        return "scored" if len(seq.output) == len(seq.given) else None
+        other = token != seq.given[len(seq.output) - 1]  # only if it was drawn again
+        return "scored" if other or finish_reason(seq, token) is not None else None
     state.counters.generated_tokens += 1
     return finish_reason(seq, token)
 
 
+def _note_kv(state: SchedulerState, seq: Sequence) -> None:
+    """Record which weights computed the KV that the next token of a sequence attends to: its first one since it started, or
+    since a refresh. Nothing to look up if it began with the live weights and may read no older KV."""
+    group, began = seq.state, seq.spans[0][1] if seq.spans else state.version
+    if began == state.version and group.own is None and not group.group.sampling.max_kv_lag:
+        return
+    known = KVVersions.of((block.versions for block in seq.blocks), seq.cached, state.config.block_size)
+    seq.note_kv(known.spans, state.version)
+
+
 def finish_reason(seq: Sequence, token: int) -> FinishReason | None:
-    """Return why a child ends with `token`, its newest; None: it does not."""
+    """Return why a child that samples ends with `token`, its newest; None: it does not."""
     state, output = seq.state, len(seq.output)
     if (token in state.eos or (seq.tracked is not None and seq.tracked.found)) and output > state.group.sampling.min_tokens:
         return "stop"
@@ -155,10 +193,12 @@ def copies_failed(state: SchedulerState, step: int) -> None:
     their KV."""
     state.counters.failed_moves += 1
     broken = [store.move_failed() for store in state.stores]
+    if state.states is not None:
+        broken[1] |= state.states.advances_failed()
     for row in state.in_flight.pop(step, []):
         state.tables.truncate(row.seq, -(-row.seq.cached // state.config.block_size))
     for seq in list(state.running):
-        if not set().union(*broken).isdisjoint([*seq.blocks, seq.state_in, seq.state_out]):
+        if not set().union(*broken).isdisjoint([*seq.blocks, *seq.window, seq.state_in, seq.state_out]):
             state.stop(seq)
             state.tables.truncate(seq, 0)
             state.counters.recompute_preemptions += 1

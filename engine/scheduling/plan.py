@@ -23,10 +23,12 @@ SAMPLING = np.dtype(
         ("raw", np.bool_),
         ("top", np.int64),
         ("adjusted", np.bool_),
+        ("routes", np.bool_),
+        ("redraw", np.bool_),
     ]
 )
-"""How a child samples: seed and `Sampling` of its group, its index, tokens of its prompt. `min_tokens` is 0 where no token can
-end it."""
+"""How a child samples: seed and `Sampling` of its group, its index, tokens of its prompt; `redraw`: its given tokens are drawn.
+`min_tokens` is 0 where no token can end it."""
 
 
 class SharedPrefix(NamedTuple):
@@ -101,7 +103,7 @@ class Plan(NamedTuple):
     positions: np.ndarray
     """[D] int64: tokens of output before the sampled one"""
     given: np.ndarray
-    """[D] int32: the token to score instead of sampling one; -1 = sample"""
+    """[D] int32: the given token, which is scored instead of sampling one, unless it is drawn again; -1 = none"""
     forbidden: tuple[tuple[int, tuple[int, ...]], ...]
     """(draw, token ids that min_tokens forbids it), draws ascending"""
     adjustments: tuple[LogitAdjustment, ...]
@@ -113,9 +115,19 @@ class Plan(NamedTuple):
     state_reads: np.ndarray
     """[R] int32: slot of each row's recurrent state before its first token, -1 for zeros; [0] for a model without such state"""
     state_writes: np.ndarray
-    """[R] int32: slot that gets the state after its last token; [0] for a model without such state"""
+    """[R] int32: slot that gets the state after its last token, -1 for none; [0] for a model without such state"""
+    state_advances: np.ndarray
+    """[K, 4] int32: (row of the step before, its first tokens, slot read, slot written). That row had drafts and wrote no
+    state: its state advances by the tokens that count, before anything else"""
     state_moves: BlockCopies
     """copies of recurrent states, made before the rows are computed"""
+    window_table: np.ndarray
+    """[R, M] int32: device slots of each row's blocks in layers with a sliding window, at the columns of `block_table`; 0 where
+    the block has left the window; [0, 0] for a model without such layers"""
+    window_moves: BlockCopies
+    """copies of KV blocks of these layers, made before the rows are computed"""
+    prompt_routes: tuple[tuple[int, int], ...] = ()
+    """(row, number of its first tokens whose routes are read after the step)"""
 
     @property
     def num_rows(self) -> int:
@@ -129,6 +141,11 @@ class Plan(NamedTuple):
     def spans(self) -> Spans:
         """Positions that the rows compute, and their block table."""
         return Spans(self.block_table, self.starts, self.starts + self.counts)
+
+    @property
+    def window_spans(self) -> Spans:
+        """The same with the block table of the windows."""
+        return self.spans._replace(block_table=self.window_table if self.num_rows else self.block_table)
 
     @property
     def draws_only(self) -> bool:
@@ -179,7 +196,13 @@ def array_of(kind: Any, fields: Any) -> np.ndarray:
     return flat.reshape(shape).copy()
 
 
-def copies_only(step: int, moves: BlockCopies, state_moves: BlockCopies) -> Plan:
+def copies_only(
+    step: int,
+    moves: BlockCopies,
+    state_advances: np.ndarray,
+    state_moves: BlockCopies,
+    window_moves: BlockCopies | None = None,
+) -> Plan:
     """Make a plan that computes nothing."""
     none, draws, table = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
     return Plan(
@@ -201,7 +224,10 @@ def copies_only(step: int, moves: BlockCopies, state_moves: BlockCopies) -> Plan
         moves,
         none,
         none,
+        state_advances,
         state_moves,
+        table,
+        window_moves or BlockCopies(),
     )
 
 
@@ -237,7 +263,10 @@ def plan_by_hand(
         moves=BlockCopies(),
         state_reads=np.zeros(0, np.int32),
         state_writes=np.zeros(0, np.int32),
+        state_advances=np.zeros((0, 4), np.int32),
         state_moves=BlockCopies(),
+        window_table=np.zeros((0, 0), np.int32),
+        window_moves=BlockCopies(),
     )
 
 
@@ -248,6 +277,15 @@ class TopLogprobs(NamedTuple):
     """[D, K] int32; -1 in unused entries, where fewer tokens are possible or the draw wants fewer"""
     logprobs: np.ndarray
     """[D, K] float32, -inf in unused entries"""
+
+
+class StepRoutes(NamedTuple):
+    """Which experts tokens of a step chose."""
+
+    draws: np.ndarray
+    """[D, layers, chosen] uint8 or uint16: at the position whose logits each draw is from"""
+    prompts: dict[int, np.ndarray]
+    """by row: [tokens, layers, chosen] of its first tokens, as `Plan.prompt_routes` asks"""
 
 
 class SampledTokens(NamedTuple):
@@ -263,6 +301,8 @@ class SampledTokens(NamedTuple):
     """[samples] bool: False where the logits held NaN or infinity, so that nothing was drawn"""
     top: TopLogprobs | None = None
     """None if no row wants them"""
+    routes: StepRoutes | None = None
+    """None if no row wants them; the worker adds it"""
 
 
 class MaskedTokens(NamedTuple):

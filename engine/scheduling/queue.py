@@ -95,9 +95,12 @@ class RunningTable:
     as they are appended. Persistent batch arrays: vLLM's input batch.
     """
 
-    def __init__(self, places: int, max_blocks: int) -> None:
+    def __init__(self, places: int, max_blocks: int, windows: bool = False) -> None:
+        """windows: some layers have a sliding window."""
         self.table = np.zeros((places, max_blocks), np.int32)
         """[places, max_blocks] int32"""
+        self.windows = np.zeros_like(self.table) if windows else None
+        """the same for blocks of windows, 0 also before the first one"""
         self.sampling = np.zeros(places, SAMPLING)
         """[places] SAMPLING"""
         self.sequences: list[Sequence] = []
@@ -133,13 +136,18 @@ class RunningTable:
     def _fill(self, seq: Sequence, place: int) -> None:
         seq.place, seq.table = place, self.table[place]
         seq.table[: len(seq.blocks)] = slots_of(seq)
+        if self.windows is not None:
+            seq.window_table = self.windows[place]
+            seq.window_table[seq.window_first : len(seq.blocks)] = [block.device for block in seq.window]
         self.sampling[place] = sampling_of(seq)
 
     def _clear(self, seq: Sequence) -> None:
         assert seq.place is not None and seq.table is not None
         seq.table[: len(seq.blocks)] = 0
+        if seq.window_table is not None:
+            seq.window_table[: len(seq.blocks)] = 0
         self._free.append(seq.place)
-        seq.place, seq.table = None, None
+        seq.place = seq.table = seq.window_table = None
 
 
 def slots_of(seq: Sequence) -> list[int]:
@@ -162,4 +170,6 @@ def sampling_of(seq: Sequence) -> tuple[object, ...]:
         sampling.raw_logprobs,
         sampling.top_logprobs,
         state.rules is not None,
+        sampling.routed_experts,
+        state.group.redraw,
     )

@@ -10,6 +10,7 @@ from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
 from rollout.engine.scheduling.sequence import Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.states import tokens_to_junction
 
 
 def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
@@ -22,7 +23,7 @@ def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
             if seq.pending and counts_tokens(seq):
                 continue  # until the token is known
             if state.states is not None and seq.junction:
-                state.states.cut_at_junction(seq, 1)
+                state.states.pass_junction(seq)
             if cached % size == 0 or (last := seq.blocks[-1]).owners > 1 or last.version != version:
                 state.tables.extend(seq, cached + 1, version)
             rows.append(Row(seq, cached, 1, seq.num_next_samples, ()))
@@ -36,12 +37,13 @@ def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, 
     size, version = state.config.block_size, state.version
     if seq.uncached > 1 or seq.given is not None:
         state.tables.find_cached(seq, version)
-        available = state.store.available
+        available = state.available
         copied = bool(available and seq.cached % size and seq.blocks[-1].owners > 1)
         budget = min(budget, (len(seq.blocks) + available - copied) * size - seq.cached)
     count = min(seq.uncached, budget)
     if state.states is not None:
-        count = state.states.cut_at_junction(seq, count)
+        state.states.pass_junction(seq)
+        count = tokens_to_junction(seq, count)
     if count <= 0:
         return None
     finds_more = state.states is None or not seq.cached  # behind a state, blocks of other sequences are of no use
@@ -86,7 +88,7 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
             sampling["index"][first : first + samples[i]] = sequences[i].state.fresh
     logits, given = _look_ahead(samples, expected, positions)
     forbids = np.flatnonzero(positions < sampling["min_tokens"]).tolist()
-    reads, writes = ([], []) if state.states is None else state.states.slots_of(sequences)
+    reads, writes = ([], []) if state.states is None else state.states.slots_of(rows)
     return Plan(
         step=step,
         starts=starts,
@@ -106,8 +108,30 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
         moves=state.store.moves,
         state_reads=np.array(reads, np.int32),
         state_writes=np.array(writes, np.int32),
+        state_advances=state.state_advances,
         state_moves=state.state_moves,
+        window_table=_window_table(state, places, int(ends.max())),
+        window_moves=state.window_moves,
+        prompt_routes=_prompt_routes(rows) if sampling["routes"].any() else (),
     )
+
+
+def _window_table(state: SchedulerState, places: np.ndarray, end: int) -> np.ndarray:
+    """Return the block table of the windows of these places, as wide as the other one; [0, 0] without windows."""
+    table = state.table.windows
+    return np.zeros((0, 0), np.int32) if table is None else table[:, : -(-end // state.config.block_size)][places]
+
+
+def _prompt_routes(rows: list[Row]) -> tuple[tuple[int, int], ...]:
+    """Return (row, tokens) of the prompts whose routes are to be read: of groups that want them and do not have them. All
+    tokens of the prompt but the last are cached when a row of it draws."""
+    groups = [(row.seq.state, row.draws) for row in rows]
+    wanted = {
+        state.number: (i, len(state.group.prompt) - 1)
+        for i, (state, draws) in enumerate(groups)
+        if draws and state.group.sampling.routed_experts and state.prompt_routes is None
+    }
+    return tuple(wanted.values())
 
 
 def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.ndarray:

@@ -72,7 +72,7 @@ class Scheduler:
         elif not pending:
             rows = self.drafts.extend(rows, budget - len(rows), self._planned, now)
         if not rows:
-            return copies_only(self._planned, state.store.moves, state.state_moves)
+            return copies_only(self._planned, state.store.moves, state.state_advances, state.state_moves, state.window_moves)
         state.in_flight[self._planned] = rows
         if not pending:
             state.credit.step_began(now)
@@ -143,6 +143,12 @@ class Scheduler:
         """Return the sequence of each row of a plan that is not committed."""
         return [row.seq for row in self.state.in_flight[plan.step]]
 
+    def advanced(self, seconds: float) -> None:
+        """Record that the recurrent states of a plan have advanced by accepted drafts, which took so long."""
+        assert self.state.states is not None
+        self.state.states.advanced()
+        self.drafts.advanced(seconds)
+
     def launched(self, plan: Plan) -> None:
         """Record that the step is in flight."""
         output.launched(self.state, self.state.in_flight[plan.step])
@@ -169,7 +175,7 @@ class Scheduler:
         for store in state.stores:
             store.offload_all()
         self._planned += 1
-        return copies_only(self._planned, state.store.moves, state.state_moves)
+        return copies_only(self._planned, state.store.moves, state.state_advances, state.state_moves, state.window_moves)
 
     def fail_stuck(self) -> list[Sample]:
         """Finish the next group with an error, if nothing runs and nothing can start."""

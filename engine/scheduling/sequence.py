@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from rollout.engine.kv.block import Block
-from rollout.engine.kv.versions import KVVersions
+from rollout.engine.kv.versions import KVVersions, Versions
 from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk, slice_spans
+from rollout.engine.types import FinishReason, Group, KVSpans, PartialSample, Sample, TokenChunk, slice_kv_spans, slice_spans
 
 
 class Submission(NamedTuple):
@@ -54,6 +54,8 @@ class GroupState:
         "cancelled",
         "started",
         "finished_outputs",
+        "prompt_routes",
+        "routes_returned",
         "__weakref__",
     )
 
@@ -65,8 +67,8 @@ class GroupState:
         """sorts oldest first: (number of the group that its conversation began with, its own)"""
         self.own: KVVersions | None = None
         """weight versions that computed the KV of the turn that it continues: it may reuse that KV, however old"""
-        self.eos = frozenset[int]() if group.score else eos
-        """tokens that end a child with "stop"; none where tokens are scored"""
+        self.eos = frozenset[int]() if group.score and not group.redraw else eos
+        """tokens that end a child; none where tokens are only scored"""
         self.stop_ids = tuple(sorted(eos))
         """tokens that `min_tokens` forbids, ascending"""
         self.stops, self.rules = stops, LogitRules.of(group)
@@ -82,6 +84,10 @@ class GroupState:
         """children that finished with "stop" or "length" """
         self.finished_outputs: dict[int, np.ndarray] = {}
         """[tokens] int32 of the children that finished, by index: drafts for their siblings are taken from these"""
+        self.prompt_routes: np.ndarray | None = None
+        """[prompt - 1, layers, chosen]: experts that the tokens of the prompt chose; None: not known yet, or not wanted"""
+        self.routes_returned = False
+        """a sample has `prompt_routes`"""
         self.cut_at: int | None = None
         """tokens at which its children are cut; None: fewer than `finish_after` children have finished"""
         self.forked = not self.fresh
@@ -120,6 +126,13 @@ class GroupState:
         enough = self.group.sampling.finish_after
         return enough is not None and self.finished < enough
 
+    def take_prompt_routes(self) -> np.ndarray | None:
+        """Return `prompt_routes` once."""
+        if self.routes_returned or self.prompt_routes is None:
+            return None
+        self.routes_returned = True
+        return self.prompt_routes
+
     def readable_from(self, version: int) -> int:
         """Return the oldest version whose KV it may reuse while `version` is live: as old as `max_kv_lag` allows a new sample,
         but not older than the last refresh with kv="recompute"."""
@@ -129,9 +142,11 @@ class GroupState:
 def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
     """Return the finish reason of a partial child that is complete, else None. Raises ValueError if it has tokens after a stop
     string."""
+    if group.score:
+        return None
     if stops is not None and stops.completes(child, group.sampling.min_tokens):
         return "stop"
-    return None if group.score else child.ended_as(group.sampling, eos)
+    return child.ended_as(group.sampling, eos)
 
 
 class Sequence:
@@ -163,6 +178,7 @@ class Sequence:
         "raw_logprobs",
         "tracked",
         "spans",
+        "kv_versions",
         "version",
         "blocks",
         "cached",
@@ -180,6 +196,9 @@ class Sequence:
         "state_in",
         "state_out",
         "junction",
+        "window",
+        "window_first",
+        "window_table",
     )
 
     def __init__(self, state: GroupState, index: int, partial: PartialSample | None = None) -> None:
@@ -208,6 +227,8 @@ class Sequence:
         self.raw_logprobs: list[float] = []
         self.spans: list[tuple[int, int]] = []
         """(first output token, weight version)"""
+        self.kv_versions: list[tuple[int, int, int]] = []
+        """see `Sample.kv_versions`"""
         self.version: int | None = None
         """weight version of the last span"""
         self._take_over(partial or state.resumed.get(index))
@@ -237,6 +258,13 @@ class Sequence:
         """slot of recurrent state that its rows write, while it runs; `rollout.engine.scheduling.states` writes both"""
         self.junction = 0
         """tokens after which its recurrent state is kept for other prompts; 0: nowhere"""
+        self.window: list[Block] = []
+        """blocks of the layers with a sliding window, from block `window_first` on; `rollout.engine.scheduling.windows` writes
+        both"""
+        self.window_first = 0
+        self.window_table: np.ndarray | None = None
+        """[max_blocks] int32, a view of its place in the `RunningTable`: device slots of `window`, at the same columns as those
+        of `blocks`; 0 elsewhere"""
 
     @property
     def rank(self) -> tuple[int, ...]:
@@ -310,6 +338,7 @@ class Sequence:
         self.raw_logprobs = [] if partial.raw_logprobs is None else partial.raw_logprobs.tolist()
         self.spans = [(first, version) for first, version in partial.weight_versions]
         self.version = self.spans[-1][1]
+        self.kv_versions = list(partial.kv_versions)
         self.length += len(self.output)
         self.last_token = self.output[-1]
 
@@ -319,6 +348,7 @@ class Sequence:
         for index in [*self.state.fresh[1:], *self.state.resumed]:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
+            child.window, child.window_first = self.window.copy(), self.window_first
             child.cached = child.computed = self.cached
             child.started = True
             yield child
@@ -357,10 +387,22 @@ class Sequence:
             token_ids=np.array(self.output[first:last], np.int32),
             logprobs=np.array(self.logprobs[first:last], np.float32),
             weight_versions=slice_spans(self.spans, first, last),
+            kv_versions=slice_kv_spans(self.kv_versions, first, last),
             raw_logprobs=raw,
             seed=self.state.seed,
             **({} if self.tracked is None else self.tracked.columns(first, last)),
         )
+
+    def note_kv(self, spans: Versions, version: int) -> None:
+        """Record that the next token, which `version` generates, attends to KV of these spans, unless that follows from what
+        is recorded."""
+        before = kv_at_end(self.kv_versions) or ((0, version),)
+        same = next((i for i, (a, b) in enumerate(zip(before, spans, strict=False)) if a != b), min(len(before), len(spans)))
+        if same == len(before) == len(spans):
+            return
+        if same == len(spans) or (same < len(before) and spans[same][0] > before[same][0]):
+            same -= 1  # so that the first new span replaces all that follow it
+        self.kv_versions += [(len(self.output), position, by) for position, by in spans[same:]]
 
     def not_finite(self) -> str:
         """Return the error text for logits that are not finite."""
@@ -378,13 +420,23 @@ class Sequence:
             raw_logprobs=np.array(self.raw_logprobs, np.float32) if self.state.group.sampling.raw_logprobs else None,
             finish_reason=reason,
             weight_versions=list(self.spans),
+            kv_versions=list(self.kv_versions),
             prompt_tokens=self.num_prompt,
             error=error,
             seconds=seconds,
             offloads=self.offloads,
             seed=self.state.seed,
+            prompt_routed_experts=self.state.take_prompt_routes(),
             **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
+
+
+def kv_at_end(spans: KVSpans) -> Versions:
+    """Return which versions computed the KV that the last token attended to; () without spans."""
+    found: Versions = ()
+    for _, position, version in spans:
+        found = *(span for span in found if span[0] < position), (position, version)
+    return found
 
 
 class Row(msgspec.Struct, gc=False):
@@ -398,3 +450,8 @@ class Row(msgspec.Struct, gc=False):
     expected: tuple[int, ...]
     """expected tokens of its draws, in order: all of them where tokens are given, all but the last where they are drafted. The
     row computes draws - 1 of these after the tokens that it has"""
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it has draft tokens, which may be rejected."""
+        return bool(self.expected) and self.seq.given is None

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+import numpy as np
+
 from rollout.engine.config import EngineConfig
 from rollout.engine.kv.block import BlockCopies, PoolCounts
 from rollout.engine.kv.store import BlockStore
@@ -22,6 +24,7 @@ from rollout.engine.scheduling.credit import ClientCredit
 from rollout.engine.scheduling.queue import RunningTable, WaitingQueue
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.states import StateSlots
+from rollout.engine.scheduling.windows import WindowBlocks
 from rollout.engine.types import FinishReason, Sample
 
 CONTINUED: frozenset[FinishReason] = frozenset(("stop", "length", "cut", "deadline"))
@@ -51,11 +54,17 @@ class SchedulerState:
         self.store = BlockStore(pools.device_blocks, pools.host_blocks, config.prefix_cache)
         self.states = None if pools.slots is None else StateSlots(pools.slots, config.block_size, config.prefix_cache)
         """slots of recurrent state; None: the model has none"""
-        self.tables = BlockTables(config.block_size, self.store, self.counters, self.states)
-        self.table = RunningTable(config.most_seqs, min(pools.max_blocks, pools.device_blocks))
+        self.windows = (
+            None
+            if pools.windows is None
+            else WindowBlocks(pools.windows, config.block_size, config.most_tokens, config.prefix_cache)
+        )
+        """blocks of layers with a sliding window; None: all layers hold the KV of all tokens"""
+        self.tables = BlockTables(config.block_size, self.store, self.counters, self.states, self.windows)
+        self.table = RunningTable(config.most_seqs, min(pools.max_blocks, pools.device_blocks), self.windows is not None)
         self.waiting = WaitingQueue()
         self.credit = ClientCredit(config.foreground_s)
-        self.pinned = PinnedKV(self.store, self.tables)
+        self.pinned = PinnedKV(self.tables)
         self.conversations = ConversationIndex(config.block_size)
         self.groups: dict[str, GroupState] = {}
         """the groups that are not finished, by id"""
@@ -81,14 +90,35 @@ class SchedulerState:
         return self.table.sequences
 
     @property
+    def kv_stores(self) -> list[BlockStore]:
+        """Return the stores of KV: of layers with full attention, and of those with a window."""
+        return [self.store] if self.windows is None else [self.store, self.windows.store]
+
+    @property
     def stores(self) -> list[BlockStore]:
         """Return the stores of KV and of recurrent states."""
-        return [self.store] if self.states is None else [self.store, self.states.store]
+        return self.kv_stores if self.states is None else [*self.kv_stores, self.states.store]
+
+    @property
+    def available(self) -> int:
+        """Return for how many new blocks each store of KV has a device slot, without evicting a block that has owners."""
+        available = self.store.available
+        return available if self.windows is None else min(available, self.windows.store.available)
+
+    @property
+    def window_moves(self) -> BlockCopies:
+        """Return the copies of KV of windows of the step being planned."""
+        return BlockCopies() if self.windows is None else self.windows.store.moves
 
     @property
     def state_moves(self) -> BlockCopies:
         """Return the copies of recurrent states of the step being planned."""
         return BlockCopies() if self.states is None else self.states.store.moves
+
+    @property
+    def state_advances(self) -> np.ndarray:
+        """Return the advances of recurrent states of the step being planned: see `Plan`."""
+        return np.zeros((0, 4), np.int32) if self.states is None else self.states.advances
 
     @property
     def has_work(self) -> bool:
@@ -135,14 +165,19 @@ class SchedulerState:
         seq.state.started = True
         for i, block in enumerate(seq.blocks):
             self.store.activate(block, full=i < seq.cached // self.config.block_size)
+        if self.windows is not None:
+            self.windows.start(seq)
         self.table.enter(seq, least_run)
 
     def stop(self, seq: Sequence, held: bool = False) -> None:
         """Move a sequence from running to waiting. It keeps its blocks. held: other clients have priority."""
         assert not seq.pending, "a sequence stops while a token of it is pending"
+        if self.windows is not None:
+            self.windows.trim(seq)
         self.table.leave(seq)
-        for block in seq.blocks:
-            self.store.deactivate(block)
+        for store, blocks in self.tables.held(seq):
+            for block in blocks:
+                store.deactivate(block)
         if self.states is not None:
             self.states.stop(seq)
         seq.held = held
@@ -155,14 +190,18 @@ class SchedulerState:
         state = seq.state
         state.forked = True
         seq.num_next_samples = 1
+        if self.windows is not None:
+            self.windows.trim(seq)
         children = [seq, *seq.fork()]
         runs_on = self.states is None or self.states.fork(seq, children[1:])
         for child in children[1:]:
             state.sequences[child.index] = child
-            self.store.share(child.blocks)
+            for store, blocks in self.tables.held(child):
+                store.share(blocks)
             if self.table.has_place and child.index not in state.resumed and (self.states is None or self.states.has_free):
-                for block in child.blocks:
-                    self.store.activate(block, full=True)
+                for store, blocks in self.tables.held(child):
+                    for block in blocks:
+                        store.activate(block, full=True)
                 if self.states is not None:
                     self.states.start(child)
                 self.table.enter(child, self.config.advanced.min_run_tokens)
@@ -214,9 +253,10 @@ class SchedulerState:
                 return
         if self.states is not None:
             self.states.release(seq, used=ran)
-        for block in reversed(seq.blocks):  # so that the least recently used end of a chain is its tail, not its root
-            self.store.release(block, used=ran)
-        seq.blocks.clear()
+        for store, blocks in self.tables.held(seq):
+            for block in reversed(blocks):  # so that the least recently used end of a chain is its tail, not its root
+                store.release(block, used=ran)
+            blocks.clear()
 
     def finish_all(self, state: GroupState, reason: FinishReason, error: str | None = None) -> list[Sample]:
         """Finish every child that is not finished; before the fork these are all n."""

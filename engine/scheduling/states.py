@@ -11,6 +11,7 @@ so a sequence that loses a block of its KV, or its state, loses both.
     snapshot  the sequence goes on in another slot and leaves the state behind, under a key, where its prompt's KV was found in
               the prefix index further than any state. The next prompt with that prefix begins there
     shared    a slot that its only owner holds is written in place; a snapshot never is
+    drafts    a row with draft tokens writes no state; the next plan advances it by the tokens that were accepted
 
 Slots are blocks of a `BlockStore` of their own: they are evicted, offloaded and restored by its rules. A junction of prefixes
 as the place of a snapshot is an idea of vLLM (`--enable-mamba-fine-grained-prefix-cache`).
@@ -21,12 +22,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from itertools import takewhile
+from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from rollout.engine.kv.block import Block, OutOfBlocks, SlotCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.sequence import Row, Sequence
+
+
+class Advance(NamedTuple):
+    """The state of a row with drafts, which the row did not write."""
+
+    row: int
+    """of the plan that computed it"""
+    tokens: int
+    """of the row that count"""
+    read: int
+    """slot of the state before the row; -1 for zeros"""
+    slot: int
+    """that gets it"""
+    written: Block
+    """the state in that slot"""
 
 
 class StateSlots:
@@ -36,6 +54,10 @@ class StateSlots:
         """block_size: tokens of a KV block. keep: snapshots stay while there is room."""
         self.store = BlockStore(slots.device, slots.host, keep)
         self.block_size = block_size
+        self._drafted: dict[Sequence, Advance] = {}
+        """rows with drafts of the newest plan"""
+        self._advances: list[Advance] = []
+        """states that the next plan advances"""
 
     # ── transitions ───────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self, seq: Sequence) -> None:
@@ -130,32 +152,61 @@ class StateSlots:
                 self.store.drop(block)
         return True
 
+    def has_place(self, state: Block | None) -> bool:
+        """Return whether the state of a waiting sequence, together with those of the others that wait, fits into the slots that
+        are left, on the device or in host memory: else KV that is offloaded would be restored without it, in vain."""
+        if state is None or state.users or state.host is not None:
+            return True
+        moving = sum(block.host is None for block in self.store.idle)
+        return moving <= self.store.host_available + self.store.available
+
     def _own(self, state: Block) -> bool:
         """Return whether the only owner of a state may write its slot."""
         return state.owners == 1 and not self.store.index.holds(state)
 
     # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def slots_of(self, sequences: Sequences[Sequence]) -> tuple[list[int], list[int]]:
-        """Return the slots that the next rows of running sequences read, -1 for zeros, and those that they write."""
+    def slots_of(self, rows: Iterable[Row]) -> tuple[list[int], list[int]]:
+        """Return the slots that the rows of a plan read, -1 for zeros, and those that they write, -1 for rows with drafts."""
         reads, writes = list[int](), list[int]()
-        for seq in sequences:
+        self._drafted.clear()
+        for number, row in enumerate(rows):
+            seq = row.seq
             source = seq.state_in or (seq.state_out if seq.cached else None)
             assert seq.state_out is not None and seq.state_out.device is not None
             slot = -1 if source is None else source.device
             assert slot is not None, "a running sequence whose state is not on the device"
             reads.append(slot)
-            writes.append(seq.state_out.device)
+            writes.append(-1 if row.drafted else seq.state_out.device)
+            if row.drafted:
+                self._drafted[seq] = Advance(number, 0, slot, seq.state_out.device, seq.state_out)
         return reads, writes
 
-    def cut_at_junction(self, seq: Sequence, count: int) -> int:
-        """Return how many of the next `count` tokens of a running sequence its row computes, so that a row ends at its
-        junction. At the junction, leave a snapshot."""
-        if seq.junction > seq.cached:
-            return min(count, seq.junction - seq.cached)
+    # ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def accept(self, seq: Sequence, tokens: int) -> None:
+        """Record that the first `tokens` tokens of a row with drafts count."""
+        self._advances.append(self._drafted.pop(seq)._replace(tokens=tokens))
+
+    @property
+    def advances(self) -> np.ndarray:
+        """Return [K, 4] int32 advances of the step being planned: see `Plan`. Nothing writes their slots before them."""
+        return np.array([each[:4] for each in self._advances], np.int32).reshape(-1, 4)
+
+    def advanced(self) -> None:
+        """Record that the states of a plan have advanced."""
+        self._advances.clear()
+
+    def advances_failed(self) -> set[Block]:
+        """Record that the states of a plan have not advanced. Returns those that are not what they must be."""
+        broken = {each.written for each in self._advances if each.written.owners}
+        self._advances.clear()
+        return broken
+
+    def pass_junction(self, seq: Sequence) -> None:
+        """Leave a snapshot of a running sequence that has arrived at its junction. One that is behind it has none any more."""
         if seq.junction and seq.junction == seq.cached:
             self._leave_snapshot(seq)
-        seq.junction = 0
-        return count
+        if seq.junction <= seq.cached:
+            seq.junction = 0
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def find(self, chain: Sequences[Block]) -> tuple[int, Block] | None:
@@ -193,6 +244,11 @@ class StateSlots:
             state.content = state.key = key
             self.store.index.add(state)
             seq.state_in, seq.state_out = state, self.store.allocate(0)
+
+
+def tokens_to_junction(seq: Sequence, count: int) -> int:
+    """Return how many of the next `count` tokens of a sequence its row computes, so that a row ends at its junction."""
+    return min(count, seq.junction - seq.cached) if seq.junction > seq.cached else count
 
 
 def chained(blocks: Iterable[Block]) -> list[bytes]:

@@ -151,8 +151,11 @@ class Stops:
 
 
 def stops_of(group: Group, load: Callable[[], Vocabulary]) -> Stops | None:
-    """Return the stop strings of a group; None: it has none, or is scored. Raises what `load` raises."""
-    return None if group.score or not group.sampling.stop else Stops(group.sampling.stop, load())
+    """Return the stop strings of a group; None: it has none, or is scored without being drawn again. Raises what `load`
+    raises."""
+    if not group.sampling.stop or (group.score and not group.redraw):
+        return None
+    return Stops(group.sampling.stop, load())
 
 
 class LogitRules(NamedTuple):
@@ -195,10 +198,10 @@ def penalties_of(sampling: Sampling) -> Penalties | None:
 
 
 class TokenCounts:
-    """Token counts, stop strings and top log-probs of one sequence. They depend on its own tokens and draws only, so they
-    survive preemption and can be made from a `PartialSample`."""
+    """Token counts, stop strings, top log-probs and routes of one sequence. They depend on its own tokens and draws only, so
+    they survive preemption and can be made from a `PartialSample`."""
 
-    __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found")
+    __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found", "routes", "route")
 
     def __init__(
         self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
@@ -215,8 +218,15 @@ class TokenCounts:
         """tail: last bytes of the text, in which a stop string may have begun"""
         self.found: tuple[int, int] | None = None
         """the stop string that the newest token completes: its index, and bytes from its beginning to the end of the text"""
+        self.routes = bytearray() if sampling.routed_experts else None
+        """[tokens, layers, chosen]: experts that were chosen at the positions of the draws; None: not wanted"""
+        self.route: np.ndarray | None = None
+        """[layers, chosen]: of one token"""
         if partial is None:
             return
+        if self.routes is not None and partial.routed_experts is not None:
+            self.routes += partial.routed_experts.tobytes()
+            self.route = partial.routed_experts[0]
         if partial.top_ids is not None and partial.top_logprobs is not None:
             self.top_ids += partial.top_ids.tobytes()
             self.top_logprobs += partial.top_logprobs.tobytes()
@@ -228,7 +238,7 @@ class TokenCounts:
         cls, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
     ) -> TokenCounts | None:
         """Return the state of a sequence; None: its group needs none."""
-        asks = sampling.top_logprobs or rules is not None or stops is not None
+        asks = sampling.top_logprobs or sampling.routed_experts or rules is not None or stops is not None
         return cls(sampling, rules, stops, partial) if asks else None
 
     def append(self, token: int) -> None:
@@ -245,6 +255,12 @@ class TokenCounts:
         """Append the most probable tokens of the newest token's draw, as many as the group wants."""
         self.top_ids += top.ids[draw, : self.k].tobytes()
         self.top_logprobs += top.logprobs[draw, : self.k].tobytes()
+
+    def append_routes(self, routes: np.ndarray, draw: int) -> None:
+        """Append the routes of the newest token's draw, [draws, layers, chosen]."""
+        if self.routes is not None:
+            self.route = routes[draw]
+            self.routes += self.route.tobytes()
 
     def adjustment(self, first: int, draws: int, ahead: tuple[int, ...] = ()) -> LogitAdjustment:
         """Return the changes of the logits after the newest token and the expected tokens `ahead`, for the draws `first` to
@@ -270,18 +286,27 @@ class TokenCounts:
 
     def stopped(self, reason: FinishReason, output: list[int]) -> dict[str, Any]:
         """Return the fields of a `Sample` about the stop string that ended it."""
-        if self.stops is None or self.found is None or reason != "stop":
+        if self.stops is None or self.found is None or reason not in ("stop", "scored"):
             return {}
         which, cut = self.found
         return {"stopped_by": self.stops.strings[which], "text_end": self.stops.text_end(output, cut)}
 
     def columns(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
         """Return the fields of a `Sample` or a `TokenChunk` for the tokens `first` to before `last`."""
+        routes = self._routes(first, last)
         if not self.k:
-            return {}
+            return routes
         mine = slice(4 * self.k * first, None if last is None else 4 * self.k * last)
         ids, logprobs = bytes(self.top_ids[mine]), bytes(self.top_logprobs[mine])
         return {
             "top_ids": np.frombuffer(ids, np.int32).reshape(-1, self.k),
             "top_logprobs": np.frombuffer(logprobs, np.float32).reshape(-1, self.k),
+            **routes,
         }
+
+    def _routes(self, first: int, last: int | None) -> dict[str, Any]:
+        if self.routes is None or self.route is None:
+            return {}
+        size = self.route.nbytes
+        mine = bytes(self.routes[first * size : None if last is None else last * size])
+        return {"routed_experts": np.frombuffer(mine, self.route.dtype).reshape(-1, *self.route.shape)}

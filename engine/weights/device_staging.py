@@ -1,4 +1,4 @@
-"""Staging on the device: the payload and the staged tensors are both in device memory.
+"""Stages weights on the device, from a payload that is in device memory too (CUDA IPC).
 
     payload    the trainer's memory, opened here; or slots that received it
     staged     the same tensors in the model's dtype on the device, in a temporary buffer; if the weights were dropped, the live

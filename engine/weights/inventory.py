@@ -1,7 +1,8 @@
-"""Names, shapes and digests of a model's tensors: which a manifest may list, and what bytes are live."""
+"""Names, shapes and digests of a model's tensors: checks manifests against them, and digests the live weights."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -86,7 +87,7 @@ class Inventory:
         """Return the first name of an entry's tensor. Raises InvalidWeights if the entry does not fit the tensor."""
         name = self.first_name.get(info.name)
         if name is None:
-            raise InvalidWeights("the model has no tensor of this name", info.name)
+            raise InvalidWeights(f"the model has no tensor of this name{self._stacked(info.name)}", info.name)
         live = self.tensors[name]
         if info.shape != tuple(live.shape):
             raise InvalidWeights(f"has shape {info.shape}, but {tuple(live.shape)} in the model", info.name)
@@ -95,6 +96,16 @@ class Inventory:
         if not live.is_contiguous():
             raise InvalidWeights("not contiguous in this engine, so it cannot be refreshed", info.name)
         return name
+
+    def _stacked(self, name: str) -> str:
+        """Return what to send instead of a tensor of one expert; "" for other tensors."""
+        whole = next((each for each, shape in self.shapes.items() if ".experts." in each and len(shape) == 3), None)
+        if whole is None or not re.search(r"\.experts\.\d+\.", name):
+            return ""
+        return (
+            f": it has all experts in one, such as {whole!r} {tuple(self.shapes[whole])}; send "
+            "rollout.models.stacked_experts(tensors, model_type), or a folder of save_pretrained(…, save_original_format=False)"
+        )
 
     def _missing(self, names: list[str]) -> InvalidWeights:
         buffers = [name for name in names if not isinstance(self.tensors[name], torch.nn.Parameter)]

@@ -1,4 +1,4 @@
-"""LoRA refresh: staged weights = base + scale · B A, computed here from the A and B that are sent.
+"""LoRA refresh: computes staged weights = base + scale · B A from the A and B that the trainer sends.
 
     base      the checkpoint, or the tensors that refreshes of whole tensors wrote
     kept      bases of the tensors that the live adapter changed, in host memory; for all other tensors, live = base

@@ -9,7 +9,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,8 @@ import torch
 
 from rollout.engine.cuda.graphs import cuda_capture
 from rollout.engine.engine import Engine
-from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.attention import Scores, located
+from rollout.engine.forward.attention import prepared as with_metadata
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
 from rollout.engine.memory import free_memory
@@ -50,6 +50,9 @@ def batch_of(
     plan = plan_by_hand(ids, contexts - counts, table, groups, seed)
     computed = ids[np.arange(ids.shape[1]) < counts[:, None]].astype(np.int32)
     plan = plan._replace(counts=counts.astype(np.int32), token_ids=computed)
+    window = engine.worker.pools.windows
+    if window is not None:
+        plan = plan._replace(window_table=of_windows(table, (contexts - counts + 1 - window.tokens) // size, contexts, size))
     return Batch.build(plan, size, engine.worker.device.memory, engine.model.geometry.dtype)
 
 
@@ -62,10 +65,20 @@ def own_blocks(rows: int, context: int | np.ndarray, block_size: int) -> np.ndar
     return table
 
 
+def of_windows(table: np.ndarray, behind: np.ndarray, contexts: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the block table of windows: the blocks of `table` that each row attends to, numbered anew, and 0 elsewhere.
+    behind, contexts: [R] blocks that have left each window, and tokens."""
+    column = np.arange(table.shape[1])
+    held = (column >= behind[:, None]) & (column < -(-contexts // block_size)[:, None])
+    made = np.zeros_like(table)
+    made[held] = np.unique(table[held], return_inverse=True)[1]
+    return made
+
+
 @torch.inference_mode()
 def prepared(engine: Engine, batch: Batch) -> Batch:
     """Return a batch with its attention metadata. On a GPU the next batch's metadata overwrites it."""
-    return replace(batch, attention=engine.worker.backend.prepare(batch, engine.worker.kv))
+    return with_metadata(batch, engine.worker.backend, engine.worker.kv)
 
 
 @torch.inference_mode()
@@ -103,8 +116,10 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
     def layers(batch: Batch) -> torch.Tensor:
         for layer, ((q_heads, *_), shape) in enumerate(zip(engine.model.heads, geometry.shapes, strict=True)):
             query, key, value = kinds[q_heads, shape]
-            scores = Scores(shape.head_dim**-0.5)
-            out = engine.worker.backend.attend(layer, query, key, value, batch, engine.worker.kv, scores)
+            at, of, pools = located(layer, batch, engine.worker.kv)
+            window = engine.worker.pools.windows if pools.is_window else None
+            scores = Scores(shape.head_dim**-0.5, 0 if window is None else window.tokens)
+            out = engine.worker.backend.attend(at, query, key, value, of, pools, scores)
         return out
 
     if engine.worker.graphs is None:
@@ -116,7 +131,9 @@ def attention_alone(engine: Engine, batch: Batch) -> Callable[[Batch], torch.Ten
 
 
 def fill(kv: PagedKV) -> None:
-    """Fill the pool with random numbers from a fixed seed."""
+    """Fill the pools with random numbers from a fixed seed."""
+    if kv.window is not None:
+        fill(kv.window)
     generator = torch.Generator(kv.data.device).manual_seed(0)
     if kv.geometry.fp8:
         base = _filled(kv.geometry, kv.block_size, kv.data.device, generator)

@@ -25,6 +25,7 @@ from rollout.bench import (
     sharing,
     train_step,
     turns,
+    verify,
 )
 from rollout.bench.against import parse
 from rollout.bench.checkouts import compare
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "sharing": Benchmark(sharing.measure_model, any_kv=True, on_device=True),
     "train_step": Benchmark(train_step.measure),
     "turns": Benchmark(turns.measure, in_process=False),
+    "verify": Benchmark(verify.measure, in_process=False),
 }
 """what is not a workload"""
 

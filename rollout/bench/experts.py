@@ -7,7 +7,8 @@ One layer's experts of each published shape, random weights, tokens that choose 
                           memory rate, or multiplying at the register peak, whichever takes longer
     max_abs_alone         largest difference between a token's result alone and in the crowd
 
-With one thread, CPU time counts.
+With one thread, CPU time counts. Then routes and log-probs of small models of seven families, which take no `--scale` above 1:
+`rollout.bench.routes`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from transformers import AutoModelForCausalLM
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.peaks import fastest, timed
 from rollout.bench.products import WEIGHT_BYTES, ProductRates
+from rollout.bench.routes import measure_routes
 from rollout.config import InputError
 from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.forward.shapes import configuration
 
-MODELS = ("olmoe", "qwen3-30b-a3b")
+MODELS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b")
 DECODE, PREFILL = (1, 8, 64), (512,)
 """rows"""
 SETS = 4
@@ -83,12 +85,13 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
             del experts
     finally:
         torch.set_num_threads(before)
+    yield from measure_routes(setup)
 
 
 def build(model: str, dtype: torch.dtype, isa: str) -> Experts:
     """Make the experts of the first layer of a shape that has any."""
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(configuration(f"shape:{model}:1"), dtype=dtype)
+        whole = AutoModelForCausalLM.from_config(configuration(f"shape:{model}"), dtype=dtype)
     plain: Any = next(each for each in whole.modules() if hasattr(each, "is_transposed")).requires_grad_(False)
     ours = copy.deepcopy(plain).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)

@@ -253,6 +253,7 @@ def streamed_rows(
 ) -> Rows:
     """Measure with layers in host memory. resident: milliseconds and logits with all layers on the device. limits: their rows
     from `beside_limit`."""
+    bench.forget_module()  # the resident engine has moved its tensors into one region: views of it would keep the layers
     streamed = OffloadedModel(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
     assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
     engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))

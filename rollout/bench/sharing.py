@@ -35,7 +35,7 @@ from rollout.bench.inputs import lognormal, long_enough
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ModelLike
+from rollout.engine.forward.model import ModelLike, windows_of
 from rollout.models import hide_progress_bars
 
 NAME = "sharing"
@@ -112,7 +112,8 @@ def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: 
         raise BenchFailed(
             f"{text(shape)}: {forked / 2**30:.1f} GiB of KV in {room / 2**30:.1f} GiB of memory; use a smaller --scale"
         )
-    variants = tables(shape, size, copies=copied <= room)
+    windowed = any(windows_of(model))
+    variants = tables(shape, size, copies=copied <= room and not windowed)
     pool = (1 + max(int(table.max()) for table in variants.values())) * size
     engine = Engine(
         msgspec.structs.replace(
@@ -134,6 +135,7 @@ def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: 
     steps = in_turn(engine, batches, partial(forward_of, engine), turns)
     attention = in_turn(engine, batches, alone, turns)
     left_out = None if copied <= room else f"copies: {copied / 2**30:.0f} GiB of KV"
+    left_out = "copies: windows have blocks of their own" if windowed else left_out
     about = {"left_out": left_out, "graphs": replayed(engine, batches["shared"])}
     yield from figures(shape, engine, steps, attention, about)
 
@@ -192,11 +194,24 @@ def figures(
             summary[f"attention_ratio_to_{name}"] = attention[name] / attention["shared"]
     yield summary | {
         **about,
-        "kv_bytes": engine.worker.kv.data.nbytes,
+        "kv_bytes": sum(pages.data.nbytes for pages in (engine.worker.kv, engine.worker.kv.window) if pages is not None),
+        **bytes_per_child(engine, shape.context),
         "attention": engine.worker.backend.name,
         "dtype": engine.config.dtype,
         "device": engine.config.device,
     }
+
+
+def bytes_per_child(engine: Engine, context: int) -> dict[str, float]:
+    """Return the bytes of the KV blocks that a child of so many tokens holds, shared ones included, and the fraction of those
+    that it would hold if windows freed none."""
+    kv, windows, size = engine.worker.kv, engine.worker.pools.windows, engine.config.block_size
+    blocks, window, behind = -(-context // size), 0, 0
+    if kv.window is not None and windows is not None:
+        window, behind = kv.window.block_bytes, max(0, context - windows.tokens) // size
+    whole = blocks * (kv.block_bytes + window)
+    held = whole - behind * window
+    return {"kv_bytes_per_child": held, "kv_bytes_per_child_ratio": held / whole}
 
 
 def text(shape: PrefixShape) -> str:

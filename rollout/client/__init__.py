@@ -2,7 +2,7 @@
 
 api, aio ──→ base ──→ session ──→ link ──→ pending ──→ handle
                │                   └─→ connection
-               └─→ text, refresh, lora
+               └─→ text, refresh, lora, verification ──→ receipts
 """
 
 from rollout.client.aio import AsyncRolloutClient
@@ -10,8 +10,10 @@ from rollout.client.api import RolloutClient
 from rollout.client.async_handle import AsyncHandle, AsyncRefreshHandle
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
+from rollout.client.receipts import Receipt
 from rollout.client.refresh import RefreshHandle
 from rollout.client.streams import SampleStream
+from rollout.client.verification import Verified
 
 __all__ = [
     "AsyncHandle",
@@ -19,7 +21,9 @@ __all__ = [
     "AsyncRolloutClient",
     "Handle",
     "LinkTiming",
+    "Receipt",
     "RefreshHandle",
     "RolloutClient",
     "SampleStream",
+    "Verified",
 ]

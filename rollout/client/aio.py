@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 from rollout.client.async_handle import AsyncGeneration, AsyncHandle, AsyncRefreshHandle, answer_async
 from rollout.client.base import BaseClient
 from rollout.client.lora import AdapterSource
+from rollout.client.receipts import Receipt
 from rollout.client.refresh import NamedTensors, RefreshRequest
 from rollout.client.submission import (
     Samples,
@@ -32,6 +33,7 @@ from rollout.client.submission import (
     turn_group,
 )
 from rollout.client.text import Prompt
+from rollout.client.verification import Verified
 from rollout.client.wakeups import Wakeups
 from rollout.engine.types import Group, KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.weights import Via
@@ -173,6 +175,38 @@ class AsyncRolloutClient(BaseClient):
         """Send one prompt whose completions are to be scored; returns at once. As `RolloutClient.submit_score`."""
         ids, texts = self._text.ids(prompt), self._text.completion_ids(completions)
         return self._submit(scored_group(self._session.group_id(group_id), ids, texts, sampling))
+
+    async def verify(
+        self,
+        samples: Samples,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        receipts: Sequence[Receipt] | None = None,
+        timeout: float | None = None,
+    ) -> list[Verified]:
+        """Compute samples of one group again, and draw each token again. As `RolloutClient.verify`."""
+        given = None if receipts is None else [receipts]
+        mine = [samples] if isinstance(samples, Sample) else samples
+        (verdicts,) = await self.verify_groups([mine], [prompt], sampling, receipts=given, timeout=timeout)
+        return verdicts
+
+    async def verify_groups(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        receipts: Sequence[Sequence[Receipt]] | None = None,
+        timeout: float | None = None,
+    ) -> list[list[Verified]]:
+        """Verify several groups at once. As `RolloutClient.verify_groups`."""
+        checks = self._session.checks(groups, await self._text.all_ids_async(prompts), sampling, receipts)
+        with AsyncGeneration(self._session.submit, self._wakeups) as generation:
+            for check in checks:
+                generation.submit_all(check.groups)
+            drawn = [sample async for group in generation.groups(timeout) for sample in group]
+        return [check.judge(drawn) for check in checks]
 
     def _submit(self, group: Group) -> AsyncHandle:
         return AsyncHandle(lambda on_change: self._session.submit(group, on_change), self._wakeups)

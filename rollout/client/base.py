@@ -1,4 +1,4 @@
-"""What both clients have: the session, the description of the service, and texts."""
+"""Base class of both clients: the session, the description of the service, and texts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from rollout.client.connection import LinkTiming
 from rollout.client.lora import Adapters
+from rollout.client.receipts import Receipt
 from rollout.client.refresh import WeightSender
 from rollout.client.session import ClientSession
 from rollout.client.submission import TokenIds
-from rollout.client.text import Messages, TextCodec
-from rollout.engine.types import Sample
+from rollout.client.text import Messages, Prompt, TextCodec
+from rollout.engine.types import Sample, Sampling
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights.group import own_address
@@ -78,6 +79,13 @@ class BaseClient:
     def require_version(self, version: int) -> None:
         """Set it, together with the digest that this client has seen for the version."""
         self._session.require_version = version
+
+    # receipts
+
+    def receipt(self, sample: Sample, prompt: Prompt, sampling: Sampling) -> Receipt:
+        """Return all that a sample of this service is a function of. prompt, sampling: those of its group. Raises
+        InvalidRequest for a prompt of another length, and for a sample whose tokens were given."""
+        return self._session.receipt(sample, self._text.ids(prompt), sampling)
 
     # texts
 

@@ -226,4 +226,4 @@ def check_same_service(old: Welcome | None, new: Welcome) -> None:
         return
     for name in FACTS:
         if getattr(old, name) != getattr(new, name):
-            raise NotBelieved(f"{name} {getattr(new, name)!r:.80} of a service that said {getattr(old, name)!r:.80} before")
+            raise NotBelieved(f"{name} of the service changed from {getattr(old, name)!r:.80} to {getattr(new, name)!r:.80}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, html_table, no_tokens
 from rollout.transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
@@ -96,6 +97,7 @@ def _without_filler(chunk: TokenChunk, sampling: Sampling) -> TokenChunk:
         raw_logprobs=chunk.raw_logprobs if sampling.raw_logprobs else None,
         top_ids=ids[:, :k] if k and ids is not None else None,
         top_logprobs=logprobs[:, :k] if k and logprobs is not None else None,
+        routed_experts=chunk.routed_experts if sampling.routed_experts else None,
     )
 
 
@@ -129,6 +131,7 @@ class Handle:
         self._samples: list[Sample] = []
         self._indices: set[int] = set()
         self._in_flight = len(group.prompt) + max_tokens_of(group)
+        self._prompt_routes: np.ndarray | None = None
         self._error: RolloutError | None = None
         self._ended = False
 
@@ -161,6 +164,12 @@ class Handle:
     def error(self) -> RolloutError | None:
         """Return why the group failed, None if it has not."""
         return self._error
+
+    @property
+    def prompt_routes(self) -> np.ndarray | None:
+        """Return which experts the tokens of the prompt chose: see `Sample.prompt_routed_experts`. None until a sample has
+        arrived, or if `Sampling.routed_experts` is off."""
+        return self._prompt_routes
 
     @property
     def seed(self) -> int | None:
@@ -293,13 +302,21 @@ class OpenHandle(Handle):
                 self._indices.add(sample.index)
                 self._in_flight -= most
                 self._outputs.end(sample.index)
-                new.append(sample)
+                new.append(self._with_prompt_routes(sample))
             self._samples += new
             self._ended = self._ended or len(self._samples) == self.n
             self._changed.notify_all()
             callback = self._take_callback()
         if callback is not None and new:
             callback(self, new)
+
+    def _with_prompt_routes(self, sample: Sample) -> Sample:
+        """Give a sample the routes of its prompt: the service sends them once a group."""
+        if self._prompt_routes is None:
+            self._prompt_routes = sample.prompt_routed_experts
+        if self._prompt_routes is sample.prompt_routed_experts:
+            return sample
+        return msgspec.structs.replace(sample, prompt_routed_experts=self._prompt_routes)
 
     def check(self, sample: Sample) -> None:
         """Compare a sample with the request and with its streamed tokens. Raises ValueError naming the field; repeated samples

@@ -234,7 +234,7 @@ class Link:
         if self.calls.ended is not None:
             handle.fail(copy_of(self.calls.ended, handle.group_id))
         elif not self._groups.add(handle):
-            handle.fail(IdConflict("this client has a live group of that id", handle.group_id))
+            handle.fail(IdConflict("this client has a live group of that id; use another one", handle.group_id))
         else:
             self._send_waiting()  # now: before the next request of this caller
 
@@ -279,7 +279,7 @@ class Link:
             reason = error.message if isinstance(error, ProtocolError) else str(error)
             log.error("unreadable message from the service reason=%r", reason)
             # any request may have lost its answer with this message
-            self._fail_and_resync(NotBelieved(f"the service sent what cannot be read: {reason}"))
+            self._fail_and_resync(NotBelieved(f"the service sent an invalid message: {reason}"))
         if self._groups.must_resync:
             self._groups.must_resync = False
             self._connection.resync(self._clock())
@@ -309,7 +309,7 @@ class Link:
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         if welcome.protocol != m.PROTOCOL:
-            raise ProtocolError(f"Welcome of protocol {welcome.protocol}; this client speaks {m.PROTOCOL}")
+            raise ProtocolError(f"service: protocol {welcome.protocol}, client: {m.PROTOCOL}; install the same version")
         if self._connection.ready or welcome.hello != self._connection.hello_number:
             return  # the answer to a repeated or an outdated Hello
         check_same_service(self.welcome, welcome)

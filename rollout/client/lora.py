@@ -91,7 +91,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Check the fields of a LoraConfig. Raises WeightsRefused."""
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
-        raise WeightsRefused(f"the adapter is {kind}: only LORA is added here; merge it and use refresh(model)")
+        raise WeightsRefused(f"the adapter is {kind}: only LORA is supported; merge it and use refresh(model)")
     for field, name in UNSERVED.items():
         if config.get(field):
             raise WeightsRefused(f"{name} is not plain LoRA: train without {field}{MERGED}")
@@ -136,7 +136,7 @@ def unserved(path: str, kind: str) -> WeightsRefused:
     fix = f"leave it out of target_modules{MERGED}"
     if "bnb" in kind or "4bit" in kind or "8bit" in kind or "gptq" in kind or "awq" in kind:
         fix = "its base is quantised, the service's is not: save_pretrained the adapter and give its folder"
-    return WeightsRefused(f"{path}: an adapter of kind {kind} is not added here, only plain LoRA on Linear layers; {fix}")
+    return WeightsRefused(f"{path}: an adapter of kind {kind} is not supported, only plain LoRA on Linear layers; {fix}")
 
 
 def digest_of_tensors(tensors: Mapping[str, Any]) -> str:
@@ -172,12 +172,12 @@ def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError) as error:
         raise SourceUnreachable(
-            f"{folder} is no adapter that can be read here (adapter_config.json, adapter_model.safetensors): {error}"
+            f"{folder} is not a readable adapter folder (adapter_config.json, adapter_model.safetensors): {error}"
         ) from None
     check_config(config)
     if config.get("init_lora_weights", True) not in INIT_KEEPS_BASE:
         raise WeightsRefused(
-            f"init_lora_weights={config['init_lora_weights']!r} changes the base, which a folder does not hold: save it with "
+            f"init_lora_weights={config['init_lora_weights']!r} changes the base, which the folder does not have: save it with "
             "path_initial_model_for_weight_conversion, or give the PeftModel"
         )
     # with an adapter on an embedding, PEFT also saves the frozen embeddings

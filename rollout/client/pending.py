@@ -1,4 +1,4 @@
-"""What callers wait for: groups, answers to requests, the first Welcome. For the client's I/O thread.
+"""Open groups and requests that callers wait for, and the first Welcome; used by the client's I/O thread.
 
 OpenGroups.add -> unsent, by priority, then in order -> pop_sendable -> sent -> remove (complete, failed or cancelled)
 PendingRequests.add -> open, repeated after a reconnect -> answer, once
@@ -195,7 +195,7 @@ class OpenGroups:
         log.error("impossible sample group=%s reason=%r", handle.group_id, str(error))
         self.remove(handle)
         self.must_resync = True
-        handle.fail(NotBelieved(f"the service sent what cannot be: {error}", handle.group_id))
+        handle.fail(NotBelieved(f"the service sent an impossible value: {error}", handle.group_id))
 
     def remove(self, handle: OpenHandle) -> None:
         """Remove an open group."""
@@ -215,7 +215,7 @@ class OpenGroups:
 
     def welcomed(self, welcome: Welcome) -> None:
         """Note the bounds of the service's model."""
-        self.bounds = Bounds(welcome.vocab_size, frozenset(welcome.eos_token_ids))
+        self.bounds = Bounds(welcome.vocab_size, frozenset(welcome.eos_token_ids), routing=welcome.routing)
 
     def digests(self) -> np.ndarray:
         """List the digests of the sent groups for Hello: [groups, DIGEST_BYTES] uint8."""
@@ -297,7 +297,7 @@ class PendingRequests:
         if future is None or not future.set_running_or_notify_cancel():
             return
         if not isinstance(result, BaseException | (dict if kind is StatusReply else kind)):
-            result = NotBelieved(f"a {kind.__name__} was asked for, and a {type(result).__name__} came")
+            result = NotBelieved(f"the service answered with a {type(result).__name__} instead of a {kind.__name__}")
         if isinstance(result, BaseException):
             future.set_exception(result)
         else:
@@ -323,7 +323,10 @@ class PendingRequests:
         self.weights.restarted(same, resubmit)
         if not same:
             # unsent groups were never in the old one, but their caller chose it, its model and its weights
-            failed = self.fail(ServiceRestarted(f"{address} was restarted; what ran there is gone"), groups=not resubmit)
+            failed = self.fail(
+                ServiceRestarted(f"{address} was restarted, so its open groups are lost: submit them again"),
+                groups=not resubmit,
+            )
         live, needed = new.version, self.weights.live.version
         if self.groups and live < needed:
             log.warning("service restarted with older weights, open groups wait for a refresh live=%d needed=%d", live, needed)

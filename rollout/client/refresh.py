@@ -218,7 +218,7 @@ class RefreshTransaction:
         try:
             check_refreshed(applied.refreshed, wanted.version)
         except ValueError as error:
-            raise NotBelieved(f"the service answered what cannot be: {error}") from None
+            raise NotBelieved(f"the service sent an impossible answer: {error}") from None
         return applied.refreshed
 
     def _raise_cause(self, error: SourceUnreachable, committed: Future[m.Applied]) -> None:

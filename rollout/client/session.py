@@ -1,4 +1,4 @@
-"""One session with a service. Nothing here waits: groups return handles, requests return futures.
+"""One session with a service. No method blocks: groups return handles, requests return futures.
 
 RolloutClient, AsyncRolloutClient ──→ ClientSession ──→ Link (I/O thread)
 """
@@ -15,8 +15,10 @@ from typing import Any, Literal, cast, get_args
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
-from rollout.client.submission import check_budget, seeded, sendable
-from rollout.engine.types import Group, Limits, Served, Tag
+from rollout.client.receipts import Receipt, receipt_of
+from rollout.client.submission import TokenIds, check_budget, checked, seeded, sendable
+from rollout.client.verification import GroupCheck, Here
+from rollout.engine.types import Group, Limits, Sample, Sampling, Served, Tag
 from rollout.transport import messages as m
 from rollout.transport.errors import InvalidRequest, ServiceLost
 from rollout.transport.sockets import ClientEnd, ClientTransport
@@ -57,7 +59,7 @@ class ClientSession:
     def info(self) -> m.Welcome:
         """Return the service's last Welcome. Raises RuntimeError before the first one."""
         if self.link.welcome is None:
-            raise RuntimeError("not connected yet: use it inside of `async with AsyncRolloutClient(…) as client`")
+            raise RuntimeError("not connected yet: use it inside `async with AsyncRolloutClient(…) as client`")
         return self.link.welcome
 
     @property
@@ -92,6 +94,32 @@ class ClientSession:
         handle.on_cancel, handle.on_change = self.link.cancel, on_change
         self.link.submit(handle)
         return handle
+
+    def receipt(self, sample: Sample, prompt: TokenIds, sampling: Sampling) -> Receipt:
+        """Make the receipt of a sample. Raises InvalidRequest."""
+        return receipt_of(sample, prompt, checked(sampling), self.info, self.link.weights.digest)
+
+    def checks(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        prompts: Sequence[TokenIds],
+        sampling: Sampling | Sequence[Sampling],
+        receipts: Sequence[Sequence[Receipt]] | None,
+    ) -> list[GroupCheck]:
+        """Make the checks of groups of samples. Raises InvalidRequest."""
+        samplings = [sampling] * len(groups) if isinstance(sampling, Sampling) else list(sampling)
+        own = [None] * len(groups) if receipts is None else list(receipts)
+        if not len(groups) == len(prompts) == len(samplings) == len(own):
+            raise InvalidRequest(
+                f"{len(groups)} groups of samples, {len(prompts)} prompts, {len(samplings)} samplings, {len(own)} lists of "
+                "receipts: must be as many"
+            )
+        weights = self.link.weights
+        here = Here(self.info, weights.live.version, weights.digest)
+        return [
+            GroupCheck(mine, prompt, one, given, here, lambda: self.group_id(None))
+            for mine, prompt, one, given in zip(groups, prompts, samplings, own, strict=True)
+        ]
 
     def status(self) -> Future[dict[str, Any]]:
         """Ask for the service's status."""
@@ -143,5 +171,5 @@ class ClientSession:
 def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:
     """Return the client's end of the connection. Raises ValueError unless exactly one argument is given."""
     if (address is None) == (transport is None):
-        raise ValueError("give an address or a transport, one of the two")
+        raise ValueError("give either an address or a transport")
     return transport if transport is not None else ClientEnd(str(address), Limits())

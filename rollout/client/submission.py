@@ -48,7 +48,7 @@ def groups_of(
     samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling | None) else list(sampling)
     ids: list[str | None] = [None] * len(prompts) if group_ids is None else list(group_ids)
     if not len(prompts) == len(samplings) == len(ids):
-        raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be as many")
+        raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings, {len(ids)} group_ids: must be equally many")
     for prompt, one, given in zip(prompts, samplings, ids, strict=True):
         yield group_of(group_id(given), prompt, one)
 
@@ -86,7 +86,9 @@ def rest_of(group_id: str, handle: Handle) -> Group:
     ended = sum(sample.finish_reason in ("stop", "length") for sample in finished)
     enough = sampling.finish_after
     if enough is not None and ended >= enough:
-        raise InvalidRequest(f"finish_after={enough}: so many children have ended, the rest is cut", handle.group_id)
+        raise InvalidRequest(
+            f"finish_after={enough}: that many children have finished, so the group is complete", handle.group_id
+        )
     left = None if enough is None else min(enough - ended, len(indices))
     sampling = msgspec.structs.replace(sampling, seed=handle.seed, finish_after=left)
     partials = [child for child in handle.partial_samples() if child.index in indices]
@@ -99,7 +101,9 @@ def scored_group(group_id: str, prompt: TokenIds, completions: Sequence[TokenIds
     tokens = [token_array(completion) for completion in completions]
     empty = [i for i, each in enumerate(tokens) if not len(each)]
     if not tokens or empty:
-        raise InvalidRequest(f"completion {empty[0]} has no tokens" if tokens else "no completions to score for a prompt")
+        raise InvalidRequest(
+            f"completion {empty[0]} has no tokens: leave it out" if tokens else "a prompt has no completions: give at least one"
+        )
     sampling = checked(Sampling() if sampling is None else sampling)
     longest = max(map(len, tokens))
     own = {"n": len(tokens), "max_tokens": longest, "min_tokens": min(sampling.min_tokens, longest), "seed": sampling.seed or 0}
@@ -119,7 +123,7 @@ def scored_groups(
 ) -> Iterator[Group]:
     """Make the groups that score the completions of each prompt. Raises InvalidRequest."""
     if len(prompts) != len(completions):
-        raise InvalidRequest(f"{len(prompts)} prompts, {len(completions)} lists of completions: must be as many")
+        raise InvalidRequest(f"{len(prompts)} prompts, {len(completions)} lists of completions: must be equally many")
     for prompt, mine in zip(prompts, completions, strict=True):
         yield scored_group(group_id(None), prompt, mine, sampling)
 
@@ -146,7 +150,7 @@ def turn_group(group_id: str, sample: Sample, prompt: TokenIds, sampling: Sampli
         raise InvalidRequest(f"sample is a {type(sample).__name__}: a turn continues one sample; give that one")
     before, more = token_array(prompt), token_array(append)
     if sample.finish_reason == "error":
-        raise InvalidRequest(f"child {sample.index} of {sample.group_id!r} failed ({sample.error}): it has no next turn")
+        raise InvalidRequest(f"child {sample.index} of {sample.group_id!r} failed ({sample.error}): continue another one")
     if len(before) != sample.prompt_tokens:
         raise InvalidRequest(
             f"prompt of {len(before)} tokens, the sample has prompt_tokens={sample.prompt_tokens}: give the prompt of its group"
@@ -180,7 +184,8 @@ def submit_of(group: Group, *, serial: int, require_version: int, client: str) -
     """Make the message of a group."""
     packed = pack_partials(group.partials)
     wanted, score, after = group.indices, group.score, group.after
-    return Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
+    sent = Submit(group.id, group.prompt, group.sampling, serial, require_version, wanted, packed, score, after, client)
+    return msgspec.structs.replace(sent, redraw=True) if group.redraw else sent
 
 
 def handle_of(group: Group, submit: Submit, limits: Limits) -> OpenHandle:
@@ -215,10 +220,19 @@ def _plain_partial(child: PartialSample) -> PartialSample:
         logprobs = np.asarray(child.logprobs, np.float32)
         raw, top = (None if a is None else np.asarray(a, np.float32) for a in (child.raw_logprobs, child.top_logprobs))
         top_ids = None if child.top_ids is None else np.asarray(child.top_ids, np.int32)
+        routes = None if child.routed_experts is None else plain_routes(child.routed_experts)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"partial sample {child.index}: {error}") from None
-    arrays = {"logprobs": logprobs, "raw_logprobs": raw, "top_ids": top_ids, "top_logprobs": top}
+    arrays = {"logprobs": logprobs, "raw_logprobs": raw, "top_ids": top_ids, "top_logprobs": top, "routed_experts": routes}
     return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), **arrays)
+
+
+def plain_routes(routes: np.ndarray) -> np.ndarray:
+    """Return routes in a dtype of the wire. Raises ValueError."""
+    found = np.asarray(routes)
+    if found.dtype not in (np.uint8, np.uint16) or found.ndim != 3:
+        raise ValueError(f"routed_experts is {found.dtype} {found.shape}: must be uint8 or uint16 [tokens, layers, chosen]")
+    return found
 
 
 def check_types(submit: Submit) -> None:
@@ -238,6 +252,11 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
     ):
         if size > most:
             raise LimitExceeded(f"{what} of {size} bytes: at most {most} (Limits.{name})")
+    if len(frames) > limits.max_frames:
+        raise LimitExceeded(
+            f"partial samples with routes take {len(frames)} frames: at most {limits.max_frames} (Limits.max_frames); submit "
+            "fewer children at a time (indices)"
+        )
 
 
 def token_array(prompt: TokenIds) -> np.ndarray:
@@ -257,5 +276,5 @@ def token_array(prompt: TokenIds) -> np.ndarray:
         raise InvalidRequest(f"prompt is {array.dtype} of shape {array.shape}: must be integer token ids [prompt_tokens]")
     low, high = int(array.min()), int(array.max())
     if low < -(2**31) or high >= 2**31:
-        raise InvalidRequest(f"prompt holds {low if low < -(2**31) else high}: token ids are 32-bit integers")
+        raise InvalidRequest(f"prompt holds {low if low < -(2**31) else high}: must be token ids of 32 bits")
     return np.array(array, np.int32)

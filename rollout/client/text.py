@@ -60,7 +60,9 @@ class TextCodec:
         if is_messages(prompt):
             return self._encoded(self._rendered(prompt, **template), special=False)
         if template:
-            raise InvalidRequest(f"{next(iter(template))}=…: is for the chat template, and the prompt is no list of messages")
+            raise InvalidRequest(
+                f"{next(iter(template))}=…: leave it out, or give the prompt as a list of messages for the chat template"
+            )
         return self._encoded(prompt, special=True) if isinstance(prompt, str) else cast(TokenIds, prompt)
 
     def all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenIds]:
@@ -97,7 +99,9 @@ class TextCodec:
     def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
         """Return the text of a sample, see `text_of`. Raises InvalidRequest for what is no sample, NoTokenizer."""
         if not isinstance(sample, Sample):
-            raise InvalidRequest(f"a {type(sample).__name__} is no sample: for token ids, client.tokenizer.decode(ids)")
+            raise InvalidRequest(
+                f"a {type(sample).__name__} is not a Sample: decode token ids with client.tokenizer.decode(ids)"
+            )
         return text_of(self.tokenizer, sample, skip_special=skip_special, keep_stop=keep_stop)
 
     def _encoded(self, text: str, special: bool) -> list[int]:

@@ -161,7 +161,7 @@ def read_lines(path: Path) -> list[PromptLine]:
     except OSError as error:
         raise InputError(f"--prompts {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--prompts {path}: {error}") from error
+        raise InputError(f"--prompts {path}: must be UTF-8: {error}") from error
     lines = []
     for number, raw in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         try:
@@ -169,7 +169,7 @@ def read_lines(path: Path) -> list[PromptLine]:
         except (InputError, msgspec.DecodeError) as error:
             raise InputError(f"{path}, line {number}: {error}") from error
     if not lines:
-        raise InputError(f"{path}: no prompts in it")
+        raise InputError(f"--prompts {path}: the file has no prompts; write one JSON object per line")
     return lines
 
 
@@ -197,7 +197,7 @@ def group_ids(lines: list[PromptLine]) -> list[str]:
     seen: dict[str, int] = {}
     for number, name in enumerate(ids, 1):
         if name in seen:
-            raise InputError(f"lines {seen[name]} and {number} have the same id {name!r}")
+            raise InputError(f"lines {seen[name]} and {number} have the same id {name!r}; give each its own")
         seen[name] = number
     return ids
 
@@ -213,7 +213,7 @@ def encode(tokenizer: Any, line: PromptLine, number: int) -> list[int]:
         ids = tokenizer.apply_chat_template(line.messages, add_generation_prompt=True, return_dict=False)
         return ids
     except Exception as error:  # templates are programs of their own and raise what they like
-        raise InputError(f"line {number}: the chat template refused it: {error}") from error
+        raise InputError(f"line {number}: the chat template refused the messages: {error}") from error
 
 
 def prompt_of(tokenizer: Any, line: PromptLine, id: str, number: int) -> Prompt:

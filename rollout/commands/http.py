@@ -93,7 +93,7 @@ def token_of(path: str | None) -> str | None:
     except BadKeys as error:
         raise InputError(str(error)) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"--token-file {path}: {error}") from error
+        raise InputError(f"--token-file {path}: must be UTF-8: {error}") from error
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -19,16 +19,16 @@ def run(args: KeysArgs) -> int:
     check_libzmq()
     file = Path(args.file)
     if args.action in ("init", "show") and args.name:
-        raise InputError(f"rollout keys {args.action} {args.name}: takes no name")
+        raise InputError(f"rollout keys {args.action} {args.name}: takes no name, leave it out")
     if args.action in ("add", "revoke") and not args.name:
         raise InputError(f"rollout keys {args.action}: give the name of the client")
     if args.action != "init" and not file.exists():
         raise InputError(
-            f"{file} is not there: `rollout keys init --address tcp://HOST:PORT` makes it, or --file names another one"
+            f"{file} does not exist: `rollout keys init --address tcp://HOST:PORT` makes it, or --file names another one"
         )
     for flag in ("address", "role", "out"):
         if getattr(args, flag) and flag not in TAKES[args.action]:
-            raise InputError(f"rollout keys {args.action}: takes no --{flag}")
+            raise InputError(f"rollout keys {args.action}: takes no --{flag}, leave it out")
     match args.action:
         case "init":
             init(file, args.address)

@@ -62,10 +62,12 @@ def complete_groups(path: Path, prompts: Mapping[str, Prompt], n: int) -> set[st
             raise InputError(f"{where}: --prompts has no id {sample.group_id!r}; give --resume the prompts of the first run")
         if (sample.prompt, sample.prompt_tokens) != (prompt.text, len(prompt.token_ids)):
             raise InputError(
-                f"{where}: the prompt {sample.group_id!r} was another one; name another --out, or leave --resume out"
+                f"{where}: the prompt of {sample.group_id!r} differs from --prompts; name another --out, or leave --resume out"
             )
         if sample.index >= n or sample.index in found[sample.group_id]:
-            raise InputError(f"{where}: sample {sample.index} of {sample.group_id!r} is one too many for --n {n}")
+            raise InputError(
+                f"{where}: sample {sample.index} of {sample.group_id!r} exceeds --n {n}; give --resume the --n of the first run"
+            )
         found[sample.group_id].add(sample.index)
         if sample.finish_reason in AGAIN:
             again.add(sample.group_id)
@@ -95,4 +97,6 @@ def _written(path: Path) -> Iterator[WrittenSample]:
             try:
                 yield decoder.decode(raw)
             except msgspec.DecodeError as error:
-                raise InputError(f"--out {path}, line {number}: is not a sample of `rollout generate`: {error}") from error
+                raise InputError(
+                    f"--out {path}, line {number}: not a sample of `rollout generate`, remove it: {error}"
+                ) from error

@@ -109,7 +109,7 @@ def listening_address(fleet: FleetConfig) -> str | None:
     if fleet.listen_replicas is None and fleet.ray == "local":
         return "tcp://127.0.0.1:*"
     if fleet.listen_replicas is None and fleet.ray is not None:
-        raise InputError("--ray with a cluster: --listen-replicas tcp://*:PORT is where its replicas join; see docs/fleet.md")
+        raise InputError("--ray with a cluster: give --listen-replicas tcp://*:PORT, where replicas join; see docs/fleet.md")
     return fleet.listen_replicas
 
 
@@ -120,7 +120,7 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
     fleet, engine = config.fleet, config.engine
     assert fleet.ray is not None
     if config.service.keys is not None and fleet.ray_join is None:
-        raise InputError("--ray with --service.keys: --fleet.ray-join names the connection file of a key with the role replica")
+        raise InputError("--ray with --service.keys: give --fleet.ray-join the connection file of a key with the role replica")
     if fleet.ray == "local":
         engine = msgspec.structs.replace(engine, model=str(models.resolve(engine.model)))
 
@@ -193,7 +193,7 @@ def divided(engine: EngineConfig, replicas: int) -> tuple[list[Host], EngineConf
     if engine.device.startswith("cuda"):
         gpus = visible_gpus()
         if len(gpus) < replicas:
-            raise InputError(f"{replicas} replicas on {len(gpus)} GPUs: each needs one; --replicas {max(1, len(gpus))}")
+            raise InputError(f"{replicas} replicas on {len(gpus)} GPUs: each needs one; set --replicas {max(1, len(gpus))}")
         return [Host(environment={"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:replicas]], engine
     sets = core_sets(sorted(os.sched_getaffinity(0)), replicas)
     places = [Host(cores) for cores in sets]

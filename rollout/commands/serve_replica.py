@@ -58,9 +58,9 @@ def for_router(config: Config, keys: ClientKeys | None, folder: Path) -> tuple[C
     which it joins. `folder`: for the new keys of the service. Raises InputError."""
     service, router = config.service, config.fleet.join
     if service.keys is not None:
-        raise InputError("--service.keys with --join: a replica makes its own keys, which admit the router alone")
+        raise InputError("--service.keys with --join: leave it out; a replica makes its own keys, which admit only the router")
     if service.journal is not None:
-        raise InputError("--service.journal with --join: the router has the clients and the journal")
+        raise InputError("--service.journal with --join: leave it out; the router has the clients and the journal")
     assert router is not None
     endpoint = service.endpoint
     if endpoint == DEFAULT_ENDPOINT:

@@ -95,7 +95,10 @@ def load(config: Config, progress: Phases) -> Engine:
         raise CannotServe(str(error)) from error
     loaded = progress.took("loading")
     if is_random(folder):
-        progress.say(f"{name}: random weights as {config.engine.dtype}, drawn in {loaded:.1f} s; prompts are token ids")
+        size = lines.bytes_of(engine.weights.inventory.nbytes)
+        progress.say(
+            f"{name}: {size} of random weights as {config.engine.dtype}, drawn in {loaded:.1f} s; prompts are token ids"
+        )
     else:
         where = "" if folder == Path(name).absolute() else f" from {folder}"
         size = lines.bytes_of(lines.weights_bytes(folder))

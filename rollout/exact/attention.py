@@ -1,4 +1,4 @@
-"""The service's attention in a trainer's forward.
+"""Registers the service's attention for a trainer's transformers model.
 
 transformers computes attention differently in a full forward and in a cached one; in bf16 the log-probs differ by about 0.04.
 The service uses one arithmetic for each query and chunk of keys, and this module gives a trainer the same:
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import AttentionInterface
@@ -26,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from rollout.engine.cpu.backward import fast_in_bf16
 from rollout.engine.devices import NativeAttention, ReferenceAttention
 from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.latent import OURS, latent_heads_of
 from rollout.engine.kv.pages import KVGeometry
 from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
@@ -44,7 +45,7 @@ def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str
     token, as for every attention. Raises NativeUnavailable if the kernel cannot be built. The model raises ValueError if called
     with a cache."""
     backend = ReferenceAttention() if isa == "torch" else NativeAttention(threads, isa)
-    return register(f"rollout_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}", backend.attend, block_size)
+    return register(f"{OURS}_trainer_{block_size}_{threads or 'all'}_{isa or 'best'}", backend.attend, block_size)
 
 
 def register(name: str, attend: Attend, block_size: int) -> str:
@@ -75,7 +76,10 @@ def register(name: str, attend: Attend, block_size: int) -> str:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         apply: Any = _Attention.apply
         scores = Scores(scaling, sliding_window or 0, softcap or 0.0)
-        return apply(query, key, value, s_aux, found, attend, scores), None
+        latent = latent_heads_of(module)
+        if latent is None:
+            return apply(query, key, value, s_aux, found, attend, scores), None
+        return latent.expand(apply(latent.absorb(query), key, value, s_aux, found, attend, scores)), None
 
     AttentionMaskInterface.register(name, rows)
     AttentionInterface.register(name, attention)
@@ -97,7 +101,7 @@ def use_exact_attention(
     if model.device.type == "cpu":
         name = trainer_attention(block_size, threads, isa)
     elif model.device.type == "cuda" and threads is None and isa is None:
-        name = register(f"rollout_trainer_{block_size}_{model.device}", DeviceAttention(model.device).attend, block_size)
+        name = register(f"{OURS}_trainer_{block_size}_{model.device}", DeviceAttention(model.device).attend, block_size)
     else:
         raise ValueError(f"the model is on {model.device}: the kernels run on the CPU, and on CUDA without threads and isa")
     return _attending(model, name, block_size, before)
@@ -107,24 +111,41 @@ def _attending(model: Any, name: str, block_size: int, before: str) -> Callable[
     """Set the attention `name`, with a hook that passes it the layout of each batch. Returns a function that restores the
     model."""
     model.set_attn_implementation(name)
-
-    def find(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        batch, length = (args[0] if given is None else given).shape[:2]
-        if kwargs.get("past_key_values") is not None:
-            raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
-        rows = rows_of((batch, length), kwargs.get("attention_mask"), kwargs.get("position_ids"), block_size)
-        depth = rows.on(model.device).depth
-        return args, {**kwargs, "position_ids": depth, "attention_mask": None, ROWS: rows}
-
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls that one
-    hook = inner.base_model.register_forward_pre_hook(find, with_kwargs=True)
+    hook = inner.base_model.register_forward_pre_hook(PassLayout(block_size), with_kwargs=True)
 
     def undo() -> None:
         hook.remove()
         model.set_attn_implementation(before)
 
     return undo
+
+
+class PassLayout:
+    """A hook that passes the layout of each batch to the layers. Copied with its model, it works for the copy."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def __call__(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for `inner`, the model without its head. Raises ValueError for a cache."""
+        given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        batch, length = (args[0] if given is None else given).shape[:2]
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
+        rows = rows_of((batch, length), kwargs.get("attention_mask"), kwargs.get("position_ids"), self.block_size)
+        depth = rows.on(inner.device).depth
+        return args, {**kwargs, "position_ids": depth, "attention_mask": None, ROWS: rows}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassLayout:
+        return PassLayout(self.block_size)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: what is read back would compute with plain layers under an exact model's name."""
+        raise TypeError(
+            "an exact model cannot be pickled whole: save its state_dict(), or call remove() of what use_exact returned first; "
+            "copy.deepcopy works"
+        )
 
 
 class _Attention(torch.autograd.Function):

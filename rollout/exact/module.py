@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engine.cpu.exact_modules import plain_products, use_products
-from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.exact_modules import plain_products, unreached, use_products
+from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.products import isas_for, products_of
-from rollout.engine.forward.arithmetic import without_fp8
+from rollout.engine.forward.arithmetic import LATENT, without_fp8, without_latent
+from rollout.engine.forward.latent import plain_kv, use_latent_kv
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
 from rollout.exact.recurrence import use_exact_recurrence
@@ -42,9 +43,9 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     Batches may be padded or packed, as for `use_exact_attention`. The bits of a token depend only on its own sequence.
 
     Raises ValueError where this machine does not have that arithmetic, for a service that keeps KV in fp8, which no trainer's
-    forward does, or whose numbers depend on the batch (`/batch`), for another device, and for products that are no plain
-    nn.Linear's (quantised, experts); NativeUnavailable or TritonUnavailable where the attention cannot be had. The model is as
-    it was then. Called under autocast, an exact model raises ValueError."""
+    forward does, or whose numbers depend on the batch (`/batch`), for reduced precision of fp32 products, for another device,
+    and for products that are no plain nn.Linear's, router's or experts' (quantised); NativeUnavailable or TritonUnavailable
+    where the attention cannot be had. The model is as it was then. Called under autocast, an exact model raises ValueError."""
     if arithmetic is not None and without_fp8(arithmetic) != arithmetic:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose KV is in fp8, and a trainer's forward has none: start "
@@ -55,6 +56,9 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
             f"the service computes with arithmetic {arithmetic!r}, whose numbers depend on the batch (its status says why: "
             "computed_by_reason): no trainer has them to the bit, weigh its samples by their importance ratios instead"
         )
+    if arithmetic is not None and arithmetic.endswith(LATENT):
+        return _use_exact_with_latents(model, without_latent(arithmetic), block_size, threads)
+    _check_precision(model.device)
     if model.device.type == "cuda":
         return _use_exact_on_device(model, arithmetic, block_size)
     products, attention = isas_for(arithmetic)  # before anything is changed
@@ -69,25 +73,56 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
 
     try:
         restore.append(use_exact_recurrence(model, threads, products))
-        use_products(model, products)
-        _use_whole_vectors(model)
+        called = _probe(model)
+        use_whole_vectors(called.found.values())
+        use_products(model, products, {*unreached(model, called)})
     except BaseException:
         remove()
         raise
     return Exact(products_of(products).arithmetic, remove)
 
 
-def _use_whole_vectors(model: Any) -> None:
-    """Let element-wise functions have the service's bits, wherever a forward of two tokens calls them."""
+def _use_exact_with_latents(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
+    """Do the same for a service with `latent_kv`."""
+    if model.device.type != "cpu":
+        raise ValueError(f"the service has latent_kv, and the model is on {model.device}: latent KV needs the CPU")
+    use_latent_kv(model)
+    try:
+        made = use_exact(model, arithmetic, block_size, threads)
+    except BaseException:
+        plain_kv(model)
+        raise
+
+    def remove() -> None:
+        made.remove()
+        plain_kv(model)
+
+    return Exact(made.arithmetic + LATENT, remove)
+
+
+def _check_precision(device: torch.device) -> None:
+    """Raise ValueError if torch may round fp32 products to fewer bits: rotary positions are one, and no product of ours."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision = backend.matmul.fp32_precision
+    if precision not in ("none", "ieee"):
+        raise ValueError(
+            f"torch computes fp32 products in {precision}, so rotary positions are rounded, and the service's are not: call "
+            'torch.set_float32_matmul_precision("highest") before use_exact'
+        )
+
+
+def _probe(model: Any) -> Callers:
+    """Return what a forward of two tokens calls: element-wise functions are to have the service's bits there."""
     with callers(model) as called, torch.no_grad(), torch.random.fork_rng(devices=[]):
         model(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
-    use_whole_vectors(called.found.values())
+    return called
 
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
-    if arithmetic not in (None, on_device.ARITHMETIC):
+    wanted = on_device.arithmetic_of(model)
+    if arithmetic not in (None, wanted):
         raise ValueError(
-            f"the service computes with arithmetic {arithmetic!r}, a trainer on CUDA with {on_device.ARITHMETIC}: start the "
+            f"the service computes with arithmetic {arithmetic!r}, a trainer on CUDA with {wanted}: start the "
             "service with device = cuda and exact = true"
         )
     attends = use_exact_attention(model, block_size)
@@ -101,7 +136,7 @@ def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) ->
         attends()
         plain()
 
-    return Exact(on_device.ARITHMETIC, remove)
+    return Exact(wanted, remove)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

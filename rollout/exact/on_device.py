@@ -13,11 +13,21 @@ import torch
 
 from rollout.engine.cuda import exact
 from rollout.engine.cuda.exact import make_exact, make_plain
+from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
 from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.recurrence import CONV, names_in_forward
+from rollout.exact.recurrence import use_exact_recurrence_on_device
 
 ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
-"""of a service on CUDA with `exact = true`"""
+"""of a service on CUDA with `exact = true`, for a model without recurrent layers"""
+WITH_STATES = f"{exact.ARITHMETIC}+{TritonMixers.arithmetic}+{TritonAttention.arithmetic}"
+"""with recurrent layers"""
+
+
+def arithmetic_of(model: torch.nn.Module) -> str:
+    """Return the arithmetic of a service of a model."""
+    return WITH_STATES if any(CONV in names_in_forward(each) for each in model.modules()) else ARITHMETIC
 
 
 Heads = tuple[int, int, int, int, int]
@@ -76,10 +86,17 @@ def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
 
 
 def use_products(module: torch.nn.Module) -> Callable[[], None]:
-    """Install the products and norms of a service with `exact = true` in a module on CUDA. Returns a function that restores it.
+    """Install the products, norms and recurrent mixers of a service with `exact = true` in a module on CUDA. Returns a function
+    that restores it.
     Raises NotExact (a ValueError) and changes nothing then."""
     make_exact(module)
-    return lambda: make_plain(module)
+    recurrence = use_exact_recurrence_on_device(module)
+
+    def undo() -> None:
+        recurrence()
+        make_plain(module)
+
+    return undo
 
 
 def has_kernels() -> bool:

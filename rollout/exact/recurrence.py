@@ -1,4 +1,4 @@
-"""The service's recurrence in a trainer's forward.
+"""Runs the recurrent layers of a trainer's model with the service's kernels.
 
 Recurrent mixers compute whole sequences with the service's kernels, token by token. The backward is torch's, through the
 module's own functions in chunks, sequence by sequence:
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.recurrence import RecurrenceKernels
+from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.forward.recurrence import CONV, OF_TOKENS, SCANS, TokenMixers, names_in_forward, rebind, run_kernel
 from rollout.engine.kv.states import StateRows
 from rollout.exact.layout import BatchLayout
@@ -32,9 +33,17 @@ def use_exact_recurrence(model: nn.Module, threads: int | None, isa: str) -> Cal
     mixers = [each for each in model.modules() if CONV in names_in_forward(each)]
     if mixers and isa == "torch":
         raise ValueError("recurrent layers by torch have no bits of their own: start the service with an isa that has kernels")
-    if not mixers:
-        return lambda: None
-    kernels = RecurrenceKernels(isa, threads)
+    return compute_by(RecurrenceKernels(isa, threads), mixers) if mixers else lambda: None
+
+
+def use_exact_recurrence_on_device(model: nn.Module) -> Callable[[], None]:
+    """Do the same with the kernels of a service on CUDA."""
+    mixers = [each for each in model.modules() if CONV in names_in_forward(each)]
+    return compute_by(TritonMixers(), mixers) if mixers else lambda: None
+
+
+def compute_by(kernels: TokenMixers, mixers: list[nn.Module]) -> Callable[[], None]:
+    """Let kernels compute mixers. Returns a function that restores them."""
     for mixer in mixers:
         inner = inspect.unwrap(type(mixer).forward)
         found = {name: inner.__globals__[name] for name in (CONV, *SCANS) if name in names_in_forward(mixer)}
@@ -79,7 +88,7 @@ class _Mixed(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         given = dict(zip(keys, tensors, strict=True))
         paths = layout.paths
-        at = torch.from_numpy(np.concatenate(paths))
+        at = torch.from_numpy(np.concatenate(paths)).to(tensors[0].device)
         starts = np.cumsum([0, *map(len, paths)]).astype(np.int32)
         none = np.full(len(paths), -1, np.int32)
         chosen = {key: _tokens(name, key, value, at) for key, value in given.items()}
@@ -100,7 +109,7 @@ class _Mixed(torch.autograd.Function):
         if layout.shares_tokens:  # each path has them: their own part of the gradient is that of the path that they end
             raise NotImplementedError("a tree of sequences has no gradient through recurrent layers: give each sequence a row")
         for path in layout.paths:
-            at = torch.from_numpy(path)
+            at = torch.from_numpy(path).to(grad.device)
             part = {
                 key: _tokens(name, key, value, at).detach().requires_grad_(value.is_floating_point())
                 for key, value in given.items()

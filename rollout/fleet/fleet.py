@@ -21,6 +21,7 @@ from rollout.engine.types import (
     Limits,
     Mode,
     Refreshed,
+    Routing,
     Sample,
     Tag,
     TokenChunk,
@@ -153,12 +154,24 @@ class Fleet:
         return self.model.arithmetic
 
     @property
+    def block_size(self) -> int:
+        return self.model.block_size
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.model.kv_dtype
+
+    @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
     @property
     def context(self) -> int:
         return self.model.context
+
+    @property
+    def routing(self) -> Routing | None:
+        return self.model.routing
 
     @property
     def version(self) -> int:

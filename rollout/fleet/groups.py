@@ -269,7 +269,7 @@ class FleetGroups:
     def _out(self, one: OpenGroup, sample: Sample) -> None:
         one.left.discard(sample.index)
         one.unplaced.discard(sample.index)
-        self.ended.append(sample)
+        self.ended.append(one.with_routes_once(sample))
         if not one.unplaced:
             self.waiting.pop(one.group.id, None)
         if not one.left:

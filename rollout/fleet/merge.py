@@ -10,7 +10,7 @@ from rollout.fleet.groups import FleetGroups
 from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
 
-SAME = ("version", "block_size", "block_bytes")
+SAME = ("version", "block_size", "block_bytes", "window_tokens", "window_layers")
 """equal in all replicas"""
 LARGEST = ("pause_s", "stage_s", "bytes", "refreshes", "stale_token_ratio")
 """the largest value is reported"""

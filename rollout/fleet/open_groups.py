@@ -44,6 +44,8 @@ class OpenGroup:
     """aborted children"""
     failed_on: set[str] = field(default_factory=set)
     """names of replicas that get its children only if there is no other"""
+    routes_returned: bool = False
+    """a sample has the routes of the prompt, which a link gives to all of them"""
     finished: int = 0
     """children that ended as "stop" or "length\""""
     moves: int = 0
@@ -90,6 +92,13 @@ class OpenGroup:
             seed=self.group.sampling.seed or 0,
             **(no_tokens() if child is None else child).columns(),
         )
+
+    def with_routes_once(self, sample: Sample) -> Sample:
+        """Remove the routes of the prompt from a sample, unless it is the first one that has them."""
+        if sample.prompt_routed_experts is None:
+            return sample
+        first, self.routes_returned = not self.routes_returned, True
+        return sample if first else msgspec.structs.replace(sample, prompt_routed_experts=None)
 
     def rivals(self, part: PlacedChildren, index: int) -> list[PlacedChildren]:
         """List the other parts in which this child also runs."""

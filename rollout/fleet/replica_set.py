@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.engine.types import NONE_SERVED, Served
+from rollout.engine.types import NONE_SERVED, Routing, Served
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.join_listener import JoinListener, ReplicaEvent
 from rollout.fleet.launcher import LauncherLike
@@ -45,11 +45,15 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     context: int
     eos_token_ids: tuple[int, ...]
     arithmetic: str
+    block_size: int
+    kv_dtype: str
+    routing: Routing | None
     device: None = None
 
     @classmethod
     def of(cls, welcome: m.Welcome) -> ReplicaFacts:
-        return cls(welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids, welcome.arithmetic)
+        model = welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids
+        return cls(*model, welcome.arithmetic, welcome.block_size, welcome.kv_dtype, welcome.routing)
 
 
 class Predecessor(NamedTuple):

@@ -1,4 +1,4 @@
-"""Remembers on which replicas finished children ran, because only these have the KV for the next turn."""
+"""Records on which replicas finished children ran: only these replicas have the KV for the next turn."""
 
 from __future__ import annotations
 

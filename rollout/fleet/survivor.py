@@ -1,4 +1,4 @@
-"""Handle of a replica's process that the killed router before this one had started."""
+"""Handle of a replica process that an earlier router started, which was killed."""
 
 from __future__ import annotations
 

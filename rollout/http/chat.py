@@ -29,7 +29,7 @@ from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import GenerationService, PromptGroup
 from rollout.http.prompts import Conversation, Messages
-from rollout.http.responses import Contents, Tokens, finish, id_name, top_tokens, usage, wants_usage
+from rollout.http.responses import Contents, Tokens, finish, id_name, top_tokens, usage, vllm_routes, wants_usage
 from rollout.http.sampling import top_logprobs_of
 from rollout.http.vllm import VllmRequest, request_names, vllm_sampling
 
@@ -164,6 +164,7 @@ class ChatRoutes:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         choice: dict[str, Any] = {"index": sample.index, "message": message, "logprobs": self._logprobs(sample, body)}
         choice |= finish(prompt.group.sampling, sample)
+        choice |= vllm_routes(sample, self._generation.upstream.info.routing, body)
         if calls:
             message["tool_calls"] = calls
             choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else choice["finish_reason"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.types import Routing, Sample, Sampling
+from rollout.http.errors import not_served
 from rollout.http.generation import PromptGroup
+from rollout.http.sampling import VllmSampling
 from rollout.http.text import TextChunk
 
 Contents = AsyncGenerator[Any, None]
@@ -63,6 +68,30 @@ def finish(sampling: Sampling, sample: Sample | None) -> dict[str, Any]:
         "stop_reason": stop_reason,
         "weight_versions": sample.weight_versions,
     }
+
+
+def wants_routes(asked: bool | None, routing: Routing | None, field: str) -> dict[str, bool]:
+    """Return the field of `Sampling` for routes of experts. Raises HttpError if they are asked for and not kept."""
+    if asked and routing is None:
+        raise not_served(field, "start the service of a mixture of experts with routed_experts = true", field)
+    return {"routed_experts": True} if asked else {}
+
+
+def routes_of(sample: Sample, routing: Routing | None, first: int) -> np.ndarray | None:
+    """Return the routes of a sample from position `first` on, as vLLM and SGLang have them: [positions, decoder layers, chosen]
+    of all positions but the last token's, which was never an input. None: it has none."""
+    routes = sample.routes
+    return None if routes is None or routing is None else routing.by_decoder_layer(routes[first:])
+
+
+def vllm_routes(sample: Sample, routing: Routing | None, params: VllmSampling) -> dict[str, Any]:
+    """Return the field of a choice with routes: base64 of a NumPy file, uint8 or uint16."""
+    routes = routes_of(sample, routing, params.routed_experts_prompt_start or 0)
+    if routes is None:
+        return {}
+    file = io.BytesIO()
+    np.save(file, routes, allow_pickle=False)
+    return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
 
 def id_name(id: int) -> str:

@@ -31,7 +31,6 @@ INSTEAD = {
     "vllm_xargs": "leave it out",
     "extra_args": "leave it out",
     "custom_params": "leave it out",
-    "return_routed_experts": "leave it out",
     "regex": "ask in the prompt, and check the text",
     "ebnf": "ask in the prompt, and check the text",
     "json_schema": "ask in the prompt, and check the text",
@@ -90,7 +89,9 @@ class VllmSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     output_kind: int | None = None
     """of vLLM's streams"""
     routed_experts_prompt_start: int | None = None
-    """of routed experts, which are unsupported; verifiers always sends it"""
+    """first position whose routes are returned; verifiers always sends it"""
+    return_routed_experts: bool | None = None
+    """null: as vLLM, every response has routes if the service keeps them"""
 
 
 class SGLangSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ sample that continued under new weights would have the wrong label. A response h
 
 from __future__ import annotations
 
+import base64
 import itertools
 from contextlib import aclosing
 from typing import Any
@@ -19,7 +20,7 @@ from rollout.engine.types import Sample
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import GenerationService, PromptGroup, checked_name
-from rollout.http.responses import Contents, top_tokens
+from rollout.http.responses import Contents, routes_of, top_tokens, wants_routes
 from rollout.http.sampling import NEUTRAL, SGLangSampling, sglang_sampling_of, top_logprobs_of
 from rollout.http.text import TextChunk, TextOptions
 
@@ -41,12 +42,14 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
+    """first position whose routes are returned"""
     rid: str | list[str] | None = None
     model: str | None = None
     # unsupported unless neutral
     image_data: Any = None
     lora_path: Any = None
-    return_routed_experts: bool | None = None
     return_hidden_states: bool | None = None
     token_ids_logprob: Any = None
 
@@ -104,7 +107,7 @@ class SGLangRoutes:
 
     def _refuse_unsupported(self, body: GenerateRequest) -> None:
         """Raise HttpError for unsupported fields, and for an adapter that is not loaded."""
-        for name in ("return_routed_experts", "return_hidden_states", "token_ids_logprob", "image_data"):
+        for name in ("return_hidden_states", "token_ids_logprob", "image_data"):
             if getattr(body, name) not in (*NEUTRAL, 0):
                 raise not_served(name, "send text" if name == "image_data" else "leave it out", name)
         adapter, wanted = self._upstream.adapter, body.lora_path
@@ -131,6 +134,9 @@ class SGLangRoutes:
         generation = self._generation
         most = generation.max_tokens(params.max_new_tokens, NEW_TOKENS, len(ids))
         more = top_logprobs_of(body.top_logprobs_num or 0, "top_logprobs_num") | generation.streaming(body.stream)
+        more |= wants_routes(body.return_routed_experts, self._upstream.info.routing, "return_routed_experts")
+        if not 0 <= (start := body.routed_experts_start_len or 0) <= len(ids):
+            raise bad(f"routed_experts_start_len={start}: must be 0 to {len(ids)}", "routed_experts_start_len")
         sampling = sglang_sampling_of(params, most, generation.text.special, **more)
         text = TextOptions(skip_special=params.skip_special_tokens, keep_stop=params.no_stop_trim)
         return generation.group(ids, sampling, {id}, text)
@@ -151,6 +157,9 @@ class SGLangRoutes:
         }
         if sample.top_ids is not None:
             meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in top_tokens(sample)]
+        routes = routes_of(sample, self._upstream.info.routing, body.routed_experts_start_len or 0)
+        if routes is not None:
+            meta["routed_experts"] = base64.b64encode(routes.astype("<i4").tobytes()).decode()
         return {"text": content, "output_ids": ids, "meta_info": meta, "index": sample.index if index is None else index}
 
     def _meta(

@@ -30,6 +30,8 @@ from rollout.http.responses import (
     token_contents,
     token_logprobs,
     usage,
+    vllm_routes,
+    wants_routes,
     wants_usage,
 )
 from rollout.http.sampling import VllmSampling, lag_of, priority_of, sampling_of, top_logprobs_of
@@ -164,6 +166,8 @@ class CompletionRoutes:
     def _tokens_choice(self, group: PromptGroup, tokens: Tokens, sample: Sample | None, body: TokensRequest) -> dict[str, Any]:
         logprobs = None if body.sampling_params.logprobs is None else {"content": token_contents(tokens, self._heads)}
         choice: dict[str, Any] = {"index": tokens.index, "token_ids": tokens.token_ids.tolist(), "logprobs": logprobs}
+        if sample is not None:
+            choice |= vllm_routes(sample, self._generation.upstream.info.routing, body.sampling_params)
         return choice | finish(group.sampling, sample)
 
     async def _generate_events(self, request: Request, group: PromptGroup, body: TokensRequest, id: str) -> Contents:
@@ -231,6 +235,7 @@ class CompletionRoutes:
         text, options = self._generation.text, body.text_options()
         content = text.of(sample, options.skip_special, options.keep_stop)
         choice = self._choice(index, group, sample, content, body) | finish(group.sampling, sample)
+        choice |= vllm_routes(sample, self._generation.upstream.info.routing, body)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(score, text.token)
         if body.echo:
@@ -303,6 +308,11 @@ def vllm_sampling(
     upstream = generation.upstream
     more["max_kv_lag"] = lag_of(body.cache_salt, upstream.version, upstream.info.limits)
     more["priority"] = priority_of(body.priority)
+    routing, asked = upstream.info.routing, params.return_routed_experts
+    wanted = wants_routes(routing is not None if asked is None else asked, routing, "return_routed_experts")
+    if wanted and not 0 <= (start := params.routed_experts_prompt_start or 0) <= prompt_tokens:
+        raise bad(f"routed_experts_prompt_start={start}: must be 0 to {prompt_tokens}", "routed_experts_prompt_start")
+    more |= wanted
     most = generation.max_tokens(max_tokens, default_tokens, prompt_tokens)
     return sampling_of(params, most, generation.text.special, **more)
 

@@ -77,8 +77,18 @@ class GroupRollouts:
         timeout: seconds for a refresh, and for a generation.
     """
 
-    def __init__(self, client: RolloutClient, *, kv: KVPolicy = "keep", via: Via = "auto", timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        client: RolloutClient,
+        *,
+        kv: KVPolicy = "keep",
+        via: Via = "auto",
+        timeout: float = 600.0,
+        routed_experts: bool = False,
+    ) -> None:
+        """routed_experts: also return the field `routed_experts`, for `rollout.exact.replay`."""
         self._client = client
+        self._routed = routed_experts
         self._kv, self._via, self._timeout = kv, via, timeout
         self._pushed = -1
         self._ahead: int | None = None
@@ -87,7 +97,8 @@ class GroupRollouts:
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """prompts: texts or lists of messages, repeated. One entry for each of them in every list that is returned: prompt_ids,
-        completion_ids, logprobs (of the distribution sampled from), weight_version, finish_reason.
+        completion_ids, logprobs (of the distribution sampled from), weight_version, finish_reason; if they are wanted,
+        routed_experts, [prompt + completion - 1, layers, chosen] arrays.
 
         Raises ValueError for settings that the service cannot follow, RuntimeError for a completion that did not finish."""
         self._refresh(trainer)
@@ -99,7 +110,7 @@ class GroupRollouts:
             for first, prompt, count in runs(prompts):
                 ids = encode(trainer.processing_class, prompt, **template_of(trainer))
                 seed = seed_of(trainer.args.seed, step, self._calls, process, first)
-                sampling = msgspec.structs.replace(sampling_of(trainer.args, count), seed=seed)
+                sampling = msgspec.structs.replace(sampling_of(trainer.args, count), seed=seed, routed_experts=self._routed)
                 groups.append((ids, self._client.submit(ids, sampling)))
             for ids, handle in groups:
                 rows += [(ids, finished(sample)) for sample in handle.result(self._timeout)]
@@ -113,6 +124,7 @@ class GroupRollouts:
             "logprobs": [sample.logprobs.tolist() for _, sample in rows],
             "weight_version": [sample.weight_versions[0][1] for _, sample in rows],
             "finish_reason": [sample.finish_reason for _, sample in rows],
+            **({"routed_experts": [sample.routes for _, sample in rows]} if self._routed else {}),
         }
 
     def sync_weights(self) -> None:

@@ -48,6 +48,7 @@ METRICS: dict[str, Metric] = {
         "window",
         "mean log-prob of a sampled token, as returned; tokens that a client submitted in partial samples do not count",
     ),
+    "rollout/first_token_s": Metric("s", "window", "from a group's arrival to its first tokens, mean over groups"),
     "rollout/sample_s": Metric("s", "window", "from a group's arrival to a sample's end (`stop` or `length`), mean"),
     "rollout/group_s_mean": Metric("s", "window", "from a group's arrival to its last sample's end, mean"),
     "rollout/group_s_max": Metric("s", "window", "from a group's arrival to its last sample's end, the slowest group"),
@@ -111,6 +112,10 @@ METRICS: dict[str, Metric] = {
     "kv/host_cached_ratio": Metric("fraction", "now", "fraction of the host pool held only by the prefix index"),
     "kv/mirrored_blocks": Metric("blocks", "now", "blocks that are in both pools"),
     "kv/stale_token_ratio": Metric("fraction", "now", "fraction of the KV of unfinished sequences that older weights computed"),
+    "kv/held_bytes": Metric("bytes", "now", "KV on the device that sequences hold, of all layers"),
+    "kv/windows_used_ratio": Metric(
+        "fraction", "now", "fraction of the blocks of layers with a sliding window held by sequences"
+    ),
     "kv/states_used_ratio": Metric("fraction", "now", "fraction of the slots of recurrent state held by sequences"),
     "kv/states_offloaded": Metric("slots", "total", "recurrent states copied from device to host"),
     "kv/states_restored": Metric("slots", "total", "recurrent states copied from host to device"),

@@ -39,6 +39,7 @@ def seconds_of(grown: Counts, parts: Sequence[str]) -> float:
 
 RATES: dict[str, Callable[[Counts], tuple[float, float]]] = {
     "rollout/tokens_per_s": lambda d: (d["generated_tokens"], d["elapsed"]),
+    "rollout/first_token_s": lambda d: (d["first_token_seconds"], d["first_tokens"]),
     "engine/prefill_tokens_per_s": lambda d: (d["prefill_tokens"], d["elapsed"]),
     "engine/batch_size": lambda d: (d["generated_tokens"], d["steps"]),
     "engine/step_s": lambda d: (d["step_seconds"], d["steps"]),
@@ -97,6 +98,10 @@ GAUGES: dict[str, Callable[[Counts], float]] = {
     "kv/host_cached_ratio": lambda s: s["kv"]["host_cached"] / s["kv"]["host_blocks"],
     "kv/mirrored_blocks": lambda s: s["kv"]["mirrored"],
     "kv/stale_token_ratio": lambda s: s["kv"]["stale_token_ratio"],
+    "kv/held_bytes": lambda s: s["kv"]["held_bytes"],
+    "kv/windows_used_ratio": lambda s: (
+        s["windows"]["device_used"] / s["windows"]["device_blocks"] if s["windows"]["device_blocks"] else 0.0
+    ),
     "kv/states_used_ratio": lambda s: s["states"]["used"] / s["states"]["slots"] if s["states"]["slots"] else 0.0,
     "weights/version": lambda s: s["version"],
     "weights/refreshes": lambda s: s["weights"]["refreshes"],

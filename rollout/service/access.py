@@ -71,4 +71,4 @@ class Access:
         return None if self._ring is None else {"file": str(self._ring.path), "clients": len(self._ring)}
 
 
-REVOKED = KeyRefused("this key was revoked: its groups are aborted")
+REVOKED = KeyRefused("this key was revoked, and its groups were aborted: ask for a new key")

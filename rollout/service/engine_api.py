@@ -12,6 +12,7 @@ from rollout.engine.types import (
     Limits,
     Mode,
     Refreshed,
+    Routing,
     Sample,
     Served,
     Tag,
@@ -98,9 +99,15 @@ class EngineLike(Protocol):
     @property
     def arithmetic(self) -> str: ...
     @property
+    def block_size(self) -> int: ...
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
     def vocab_size(self) -> int: ...
     @property
     def context(self) -> int: ...
+    @property
+    def routing(self) -> Routing | None: ...
     @property
     def version(self) -> int: ...
     @property

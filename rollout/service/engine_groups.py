@@ -135,7 +135,7 @@ class EngineGroups:
         group_id, engine = submit.group_id, self.engine
         engine_id = engine_name(session.number, self._submitted + 1)
         after = session.names.turn(submit.after)
-        group = checked_group(submit, engine_id, after, self._limits, engine.vocab_size, engine.context)
+        group = checked_group(submit, engine_id, after, engine)
         check_required(submit, engine)
         digest, accepted = m.digest(submit), session.groups.get(group_id)
         if accepted is not None:
@@ -332,7 +332,9 @@ def check_required(submit: m.Submit, engine: EngineLike) -> None:
     """Raises StaleWeights if the live weights are older than the group requires, or others of the same version."""
     version = submit.require_version
     if engine.version < version:
-        raise StaleWeights(f"the weights are version {engine.version}, {version} is required", submit.group_id)
+        raise StaleWeights(
+            f"require_version={version}: the weights are version {engine.version}; refresh them first", submit.group_id
+        )
     if submit.require_digest and live_of(engine).differ(Served(version, submit.require_digest)):
         raise StaleWeights(
             f"version {version} is required with the digest {submit.require_digest:.12}…, here it has the digest "

@@ -1,4 +1,4 @@
-"""Engine ids of a client's groups. The next turn of a conversation names the group that it continues, which may have finished.
+"""Maps a client's group ids to engine ids, also for finished groups, which the next turn of a conversation may continue.
 
 A lookup sees the groups of this client only, so another client's group is an unknown one.
 """

@@ -198,7 +198,7 @@ class Journal(Persistence):
         with self.reading("table meta"):
             meta = msgspec.convert(rows, Meta)
         if meta.model != model:
-            raise InputError(f"journal {self._path} is of the model {meta.model}, this one is {model}: take another file")
+            raise InputError(f"journal {self._path} is for the model {meta.model}, the service has {model}: name another file")
         self.incarnation = meta.incarnation
         self.starts = meta.starts + 1
         self.weights = Served(meta.weights, meta.digest)
@@ -346,7 +346,7 @@ def _locked(path: str) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise InputError(f"journal {path}: another service writes it") from None
+        raise InputError(f"journal {path}: another service uses it; end that one, or name another file") from None
     return descriptor
 
 

@@ -135,5 +135,5 @@ def _wait(waiting: list[tuple[Session, int]], session: Session, request_id: int)
     if (session, request_id) in waiting:
         return
     if len(waiting) >= MAX_WAITING:
-        raise Busy(f"{len(waiting)} requests wait for this already")
+        raise Busy(f"{len(waiting)} requests wait for this already; try again when they are answered")
     waiting.append((session, request_id))

@@ -217,7 +217,7 @@ class Service:
             return self._hello(peer, message)
         session = self._sessions.at(peer)
         if session is None:
-            raise NoSession("the service does not know this session (any more): send Hello first")
+            raise NoSession("the service has no such session (any more): send Hello first")
         session.last_received_at = self._silence.now
         match message:
             case m.Submit():

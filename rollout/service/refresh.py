@@ -84,7 +84,7 @@ class EndedRefresh(NamedTuple):
                 check_commit(message, self.manifest_digest)
                 return m.Applied(message.request_id, self.applied)
             case m.Abandon():
-                raise WeightsRefused(f"version {self.applied.version} is live already")
+                raise WeightsRefused(f"version {self.applied.version} is live already, so it cannot be abandoned")
 
 
 class EndedRefreshes:
@@ -226,7 +226,7 @@ class Refreshes:
             elif isinstance(message, m.Abandon):
                 session.reply(pack(m.Done(message.request_id)))
             else:
-                raise WeightsRefused("no such refresh: its lease ran out, or it ended too long ago")
+                raise WeightsRefused("no such refresh: its lease ran out, or it ended too long ago; call refresh again")
             return
         push.last_received_at = now
         match message:
@@ -354,7 +354,7 @@ class Refreshes:
         if push.staging.complete:
             push.reply(m.Staged(prepare.request_id))
         elif len(push.prepares) >= MAX_REQUESTS:
-            raise Busy(f"{len(push.prepares)} requests wait for the end of this staging")
+            raise Busy(f"{len(push.prepares)} requests wait for the end of this staging; try again when they are answered")
         elif prepare.request_id not in push.prepares:
             push.prepares.append(prepare.request_id)
 
@@ -365,7 +365,7 @@ class Refreshes:
             return
         push.kv = commit.kv or push.kv
         if len(push.commits) >= MAX_REQUESTS:
-            raise Busy(f"{len(push.commits)} commits of this refresh wait for their answer")
+            raise Busy(f"{len(push.commits)} commits of this refresh wait; try again when they are answered")
         push.commits.append(commit.request_id)
 
     # time slices
@@ -438,7 +438,7 @@ def update_of(begin: m.Begin, manifest: list[TensorInfo], engine: EngineLike) ->
 def check_commit(commit: m.Commit, manifest_digest: str) -> None:
     """Raises WeightsRefused for a commit of other weights than those of its Begin."""
     if commit.digest != manifest_digest:
-        raise WeightsRefused("the commit is about another manifest than the begin")
+        raise WeightsRefused("the manifests of Commit and Begin differ: commit what was begun, or call refresh again")
 
 
 def log_applied(done: Refreshed, session: Session) -> None:

@@ -40,7 +40,7 @@ def restore(journal: Journal, sessions: Sessions, running: EngineGroups, engine:
         with journal.reading(f"table groups, row {group.engine_id!r}"):
             owner, submit = session_of(sessions, group), submit_of(group)
         try:
-            whole = checked_group(submit, group.engine_id, None, engine.limits, engine.vocab_size, engine.context)
+            whole = checked_group(submit, group.engine_id, None, engine)
         except RolloutError as error:
             journal.dropped(group.engine_id)
             log.warning("group of the journal refused engine_id=%s reason=%r", group.engine_id, error.message)

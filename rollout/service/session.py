@@ -377,7 +377,7 @@ class Sessions:
         client's session is not enough. Raises Busy."""
         if (key, id) not in self._by_id:
             if len(self._by_id) >= self._most:
-                raise Busy(f"{len(self._by_id)} clients are connected, the most allowed (Limits.max_clients)")
+                raise Busy(f"{len(self._by_id)} clients are connected (Limits.max_clients): close one, or raise this limit")
             self._made += 1
             self._make(identity := SessionIdentity(key, id, name, self._made))
             self.persistence.opened(identity)
@@ -423,4 +423,5 @@ class Sessions:
 
 def without_tokens(sample: Sample, reason: str) -> Sample:
     """Return the "error" sample that is delivered when there is no room to keep `sample`."""
-    return msgspec.structs.replace(sample, finish_reason="error", error=reason, **no_tokens().columns())
+    empty = {"prompt_routed_experts": None, **no_tokens().columns()}
+    return msgspec.structs.replace(sample, finish_reason="error", error=reason, **empty)

@@ -93,7 +93,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({name: None}, f"{name}=None: must be a") for name in sorted((INTEGERS | NUMBERS).keys() - OPTIONAL)),
     *(
         ({name: bad}, f"{name}={bad!r}: must be True or False")
-        for name in ("ignore_eos", "raw_logprobs")
+        for name in ("ignore_eos", "raw_logprobs", "routed_experts")
         for bad in (1, "no", None)
     ),
     *(({name: (2.0, 1)}, f"{name} holds 2.0: must be integers") for name in ("stop_token_ids", "allowed_token_ids")),

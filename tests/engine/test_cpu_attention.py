@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from rollout.engine.cpu.attention import NativeAttention, Widths
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
-from rollout.engine.devices import CpuDevice, StepCapacity, choose_backend
+from rollout.engine.devices import CannotAttend, CpuDevice, CudaDevice, StepCapacity, choose_backend
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.reference import ReferenceAttention, tanh
 from tests.support import paged
@@ -432,7 +433,7 @@ GOOD = {
         ({"q_heads": 2 * 65}, "multiple"),
         ({"data": torch.zeros(4, 1, 2, 2, 16, 64, dtype=torch.float16)}, "bf16 or fp32"),
         ({"data": torch.zeros(4, 1, 2, 2, 64, 16).transpose(4, 5)}, "contiguous"),
-        ({"data": torch.zeros(4, 1, 2, 2, 16, 528)}, "at most"),
+        ({"data": torch.zeros(4, 1, 2, 2, 16, 592)}, "at most"),
     ],
 )
 def test_wrong_arrays_are_refused(wrong: dict[str, object], message: str, best: NativeAttention) -> None:
@@ -481,6 +482,21 @@ def test_a_broken_library_and_no_compiler(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match='attention="native".*bin/false'):
         choose_backend("native", device, ANY)
     assert choose_backend("auto", device, ANY).name == "reference"
+
+
+def test_a_gpu_never_falls_back_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it would be a hundred times slower, and look well."""
+    device = CpuDevice(EngineConfig())
+
+    def none(name: str, capacity: Any) -> Any:
+        raise CannotAttend("no C compiler for Triton's launchers")
+
+    monkeypatch.setattr(device, "backend", none)
+    assert choose_backend("auto", device, ANY).name == "reference"
+    monkeypatch.setattr(device, "falls_back", CudaDevice.falls_back, raising=False)
+    with pytest.raises(ValueError, match='attention="auto": no C compiler .*"reference" runs everywhere'):
+        choose_backend("auto", device, ANY)
+    assert choose_backend("reference", device, ANY).name == "reference"
 
 
 def test_unknown_names_and_numbers() -> None:

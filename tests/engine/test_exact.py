@@ -11,7 +11,8 @@ from torch.nn.functional import linear
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import exact  # noqa: E402
-from rollout.engine.cuda.exact import NotExact, exact_linear, exact_norm, make_exact  # noqa: E402
+from rollout.engine.cuda.exact import NotExact, exact_linear, exact_mean, exact_norm, make_exact  # noqa: E402
+from tests.support.families import build  # noqa: E402
 from tests.support.tiny import tiny  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,6 +45,36 @@ def test_a_tile_that_depends_on_the_rows_is_seen(monkeypatch: pytest.MonkeyPatch
     assert not torch.equal(exact_linear(x[:3], weight), whole[:3])
 
 
+@pytest.mark.parametrize("size", [7, 64, 100])
+def test_means_of_rows(size: int) -> None:
+    """Right, with a gradient, and to the bit what a row is alone; the control is another order of sums."""
+    x = normal(40, size).requires_grad_()
+    made = exact_mean(x)
+    torch.testing.assert_close(made, x.mean(-1, keepdim=True))
+    assert torch.equal(exact_mean(x[7:9]), made[7:9])
+    turned = torch.cat([x[:, 1:], x[:, :1]], -1)
+    assert not torch.equal(exact_mean(turned), made)
+    made.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 1 / size))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "nemotron_h", "qwen3_5_text"])
+def test_norms_of_other_kinds(family: str) -> None:
+    """With 1 + weight, with a gate, in groups: the module's own up to rounding, and a row is the same among others."""
+    plain, made = build(family).to(DEVICE), build(family).to(DEVICE)
+    make_exact(made)
+    replaced = [(one, other) for one, other in zip(plain.modules(), made.modules(), strict=True) if "forward" in vars(other)]
+    norms = {type(one): (one, other) for one, other in replaced if "norm" in type(one).__name__.lower()}
+    assert norms
+    for one, other in norms.values():
+        size = one.weight.numel()
+        given = [normal(50, size, seed=seed) for seed in range(2 if "Gated" in type(one).__name__ else 1)]
+        with torch.no_grad():
+            whole = other(*given)
+            torch.testing.assert_close(whole, one(*given), rtol=1e-5, atol=1e-5)
+            assert torch.equal(other(*(each[30:32] for each in given)), whole[30:32])
+
+
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return made
@@ -64,9 +95,16 @@ def test_a_model_and_its_gradients(family: str) -> None:
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize(("family", "what"), [("mixtral", "mlp"), ("gemma3_text", "norms other than RMSNorm.*Gemma3RMSNorm")])
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("llama4_text", "feed_forward.experts.gate_up_proj belongs to no linear layer"),
+        ("jetmoe", "JetMoeMoE.* adds rows up by index_add"),
+        ("gpt_neox", "norms other than RMSNorm.*LayerNorm"),
+    ],
+)
 def test_what_would_depend_on_the_batch_is_refused_by_name(family: str, what: str) -> None:
-    model = tiny(family)
+    model = build(family)
     with pytest.raises(NotExact, match=what):
         make_exact(model)
     assert all("forward" not in vars(each) for each in model.modules()), "half of it was changed"

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import exact_modules, isa
-from rollout.engine.cpu.exact_modules import plain_products, use_products
+from rollout.engine.cpu.exact_modules import NotServed, plain_products, use_products
 from rollout.engine.cpu.experts import ExpertKernels, sort_routes
 from rollout.engine.cpu.isa import best
 from rollout.engine.cpu.kernels import Kernels
+from rollout.engine.cpu.products import products_of
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import Model
 from rollout.exact import sample_logprobs, use_exact
-from tests.support.equivalence import assert_same
+from tests.support.equivalence import ROOMY, assert_same
 from tests.support.families import build
 from tests.support.samebits import (
     asked,
@@ -28,7 +35,18 @@ from tests.support.samebits import (
 )
 from tests.support.toy import group, run
 
-MORE = ("mixtral", "glm4_moe", "nemotron_h", "qwen3_5_moe_text", "lfm2_moe", "olmoe", "minimax_m2", "granitemoe_swa")
+MORE = (
+    "mixtral",
+    "glm4_moe",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "lfm2_moe",
+    "olmoe",
+    "minimax_m2",
+    "granitemoe_swa",
+    "kolibri1",
+    "dbrx",
+)
 MIXTURES = ["qwen3_moe", "deepseek_v3", "gpt_oss", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
 TRAINED = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2")
 MIXES = 200
@@ -131,6 +149,27 @@ def test_grouped_products_of_odd_sizes(dtype: torch.dtype) -> None:
             assert torch.equal(got, want), (each, by_input)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_rows_of_a_transposed_weight(dtype: torch.dtype, threads: int) -> None:
+    """Its panels are read side by side: 9 whole ones and an edge, or fewer; three chains, the last one not of whole steps."""
+    generator, rows = torch.Generator().manual_seed(0), (1, 2, 7, 8, 9, 16, 17)
+    chosen = np.array(
+        [[expert for expert in range(len(rows)) if at < rows[expert]] + [9] * sum(at >= n for n in rows) for at in range(17)]
+    )
+    routes = sort_routes(chosen, len(rows))
+    assert np.diff(routes.begin).tolist() == list(rows)
+    for inputs, outputs in ((2102, 437), (2101, 96), (64, 48)):
+        weight = torch.randn(len(rows), outputs, inputs, generator=generator).to(dtype)
+        x, bias = torch.randn(17, inputs, generator=generator).to(dtype), torch.randn(len(rows), outputs).to(dtype)
+        for each in isa.here():
+            kernels = Kernels(each)
+            kernels.threads = threads
+            want = torch.cat([kernels.linear(x[:n], weight[i], bias[i]) for i, n in enumerate(rows)])
+            got = ExpertKernels(kernels).grouped(x, weight.mT.contiguous(), bias, routes, gather=True, by_input=True)
+            assert torch.equal(got, want), (each, inputs, outputs)
+
+
 def test_routes_are_sorted_by_expert() -> None:
     routes = sort_routes(np.array([[5, 0], [0, 2], [2, 9]]), 6)
     assert routes.expert.tolist() == [0, 2, 5] and routes.begin.tolist() == [0, 2, 4, 5]
@@ -151,6 +190,53 @@ def test_another_sum_of_experts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(exact_modules, "exact_experts", rounded)
     other, _ = samples_of(copy.deepcopy(made), groups)
     assert any(samples[key].logprobs.tobytes() != other[key].logprobs.tobytes() for key in samples)
+
+
+@pytest.mark.parametrize("name", ["kolibri1", "dbrx"])
+def test_matrices_of_other_modules_are_multiplied_by_our_products(name: str) -> None:
+    """kolibri1's router has another product for CUDA; DBRX's experts have three matrices and matmul."""
+    assert engine_of(build(name, torch.bfloat16)).status()["batch_invariant"]
+    assert not engine_of(build(name, torch.bfloat16)).arithmetic.endswith("/batch")
+
+
+class Own(torch.nn.Module):
+    """Multiplies by a matrix of its own."""
+
+    def __init__(self, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(37, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+        self.product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.weight.T).matmul(torch.eye(37, dtype=x.dtype))
+
+
+def test_every_spelling_of_a_product_is_ours_or_refused() -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = {name: Own(product) for name, product in (("matmul", torch.matmul), ("mm", torch.Tensor.mm), ("@", operator.matmul))}
+    want = products_of(best()).linear(x, ours["mm"].weight, None)
+    for name, made in ours.items():
+        use_products(made, best())
+        assert torch.equal(made(x), want), name
+    for made in (Own(lambda x, w: x.matmul(w[None])[0]), Own(lambda x, w: torch.mm(x, w.float(), out_dtype=torch.float32))):
+        use_products(made, best())
+        with pytest.raises(NotServed, match="need rows and a matrix of their dtype"):
+            made(x)
+
+
+def test_a_product_that_shows_in_the_forward_only_leaves_the_model_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build("kolibri1", torch.bfloat16)
+    router: Any = next(each for each in made.modules() if type(each).__name__ == "Kolibri1TopKRouter")
+    plain = type(router).forward
+
+    def batched(self: Any, hidden: torch.Tensor) -> Any:
+        return plain(self, torch.matmul(hidden[None], torch.eye(hidden.shape[-1], dtype=hidden.dtype)[None])[0])
+
+    monkeypatch.setattr(type(router), "forward", batched)
+    model = Model(made, "m")
+    status = Engine(EngineConfig(**ROOMY, dtype="bfloat16"), model).status()
+    assert "/batch" in status["arithmetic"] and "matmul of torch.bfloat16" in status["computed_by_reason"]
+    assert not any("forward" in vars(each) or "isa" in vars(each) for each in model.module.modules()), "nothing of ours is left"
 
 
 def test_products_leave_no_trace() -> None:

@@ -45,7 +45,9 @@ CASES = {
     "positions that start elsewhere": ("roberta", FP32, {}, ELSE),
     "queries scaled by position": ("ministral3", BF16, {"head_dim": 32, "hidden_size": 128, "intermediate_size": 160,
                                    "vocab_size": 208, "rope_parameters": SCALED}, ""),
-    "keyword arguments that end in the layer": ("nemotron", FP32, {}, "keyword arguments"),
+    "keyword arguments that end in the layer": ("nemotron", FP32, {}, r"keyword arguments of the model, in "
+                                                r"model.layers.0.self_attn (NemotronAttention.forward)"),
+    "the same of another family": ("stablelm", FP32, {}, r"in model.layers.0.self_attn (StableLmAttention.forward)"),
     "a norm without a weight": ("olmo", BF16, {}, ""),
     "keys of 24 and values of 12 dimensions": ("deepseek_v2", FP32, {}, ""),
     "the same in bf16": ("deepseek_v3", BF16, {}, ""),

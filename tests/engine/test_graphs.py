@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.captured import Captured, largest
 from tests.support.equivalence import same
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -22,7 +23,6 @@ from rollout.engine.config import EngineConfig  # noqa: E402
 from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
-from rollout.engine.forward.attention import StepCapacity  # noqa: E402
 from rollout.engine.forward.batch import padded  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
@@ -46,33 +46,6 @@ def small_chunks() -> Iterator[None]:
         yield
 
 
-class Captured:
-    """`Capture` without a GPU. `result`: what a replay makes of the forward."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.captures = self.replays = 0
-
-    def addresses(self) -> list[int]:
-        module, attention = self.engine.model.module, self.engine.worker.backend
-        tensors = [*module.parameters(), self.engine.worker.kv.data, attention._arrays, attention.partial, attention.sums]
-        return [tensor.data_ptr() for tensor in tensors]
-
-    def __call__(self, forward: Run) -> Run:
-        self.captures += 1
-        captured = self.addresses()
-
-        def replay() -> torch.Tensor:
-            self.replays += 1
-            assert self.addresses() == captured, "a graph was replayed on memory that has moved"
-            return self.result(forward)
-
-        return replay
-
-    def result(self, forward: Run) -> torch.Tensor:
-        return forward()
-
-
 class Frozen(Captured):
     """The negative control: a replay that does not see new inputs."""
 
@@ -84,10 +57,6 @@ class Frozen(Captured):
         if self.first is None:
             self.first = forward()
         return self.first
-
-
-def largest(rows: int, tokens: int) -> StepCapacity:
-    return StepCapacity(tokens, rows, columns=1, q_heads=1, kv_heads=1, head_dim=16, itemsize=4)
 
 
 def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | None]:
@@ -122,13 +91,13 @@ def wanted(eager: Engine) -> dict[tuple[str, int], Sample]:
 
 
 def test_sizes() -> None:
-    for largest in (1, 2, 3, 16, 24, 100, 256, 300, 1024):
-        made = sizes(largest)
-        assert made == sorted(set(made)) and made[-1] == largest
+    for most in (1, 2, 3, 16, 24, 100, 256, 300, 1024):
+        made = sizes(most)
+        assert made == sorted(set(made)) and made[-1] == most
     assert len(sizes(256)) < 20 and len(sizes(1024)) < 30
-    for largest in (16, 17, 64, 1000, 2048):
-        made = mixed_sizes(largest)
-        assert made == sorted(set(made)) and made[-1] == largest
+    for most in (16, 17, 64, 1000, 2048):
+        made = mixed_sizes(most)
+        assert made == sorted(set(made)) and made[-1] == most
         assert all(2 * larger <= 3 * size + 1 for size, larger in pairwise(made))
 
 
@@ -205,6 +174,9 @@ class Step:
     logits_at: torch.Tensor
     num_logits: int
     attention: Noted
+    windowed: None = None
+    state_rows: torch.Tensor | None = None
+    states: Any = None
 
 
 def ids_and_positions(batch: Any, kv: Any, backend: Any) -> torch.Tensor:
@@ -282,7 +254,7 @@ def worker_by_hand(graphs: StepGraphs | None, forward: Any, **config: Any) -> Wo
     )
     model: Any = SimpleNamespace(context=100, geometry=SimpleNamespace(dtype=torch.bfloat16), forward=forward)
     backend: Any = SimpleNamespace(prepare=lambda batch, kv: Noted((True, False, True)))
-    kv: Any = SimpleNamespace(block_size=4, states=None)
+    kv: Any = SimpleNamespace(block_size=4, states=None, window=None)
     weights: Any = None
     return Worker(EngineConfig(**config), device, ModelKernels(model, backend, None, ""), kv, weights)
 

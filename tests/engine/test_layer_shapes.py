@@ -163,6 +163,7 @@ def test_a_trainer_has_the_same_bits() -> None:
         trainer(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
+@pytest.mark.long
 def test_triton_has_arrays_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter: two sizes of heads, shared layers, chunks and a fork, right up to rounding."""
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.forward.adjust import NOT_ALLOWED, Adjust
+from rollout.engine.forward.adjust import NOT_ALLOWED, Adjust, in_place
 from rollout.engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
+from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.stopping import LogitRules, TokenCounts
 from rollout.engine.types import Group, PartialSample, Sampling
 from tests.support.draws import CUTS, batch
@@ -82,9 +84,29 @@ def test_logits_are_what_they_are_by_hand(dtype: torch.dtype) -> None:
     (adjust,) = adjust_of(samplings, prompt, output, batch(samplings))
     assert adjust.source.tolist() == list(range(len(RULES)))
     before = logits.clone()
-    for got, row, sampling in zip(adjust.apply(logits), logits.float(), samplings, strict=True):
+    for got, row, sampling in zip(adjust.apply(logits, in_place), logits.float(), samplings, strict=True):
         np.testing.assert_array_equal(got.numpy(), by_hand(row.numpy(), sampling, prompt, output))
     assert torch.equal(logits, before), "others draw from the model's own"
+
+
+def test_arrays_of_changes_travel_without_a_wait() -> None:
+    """All arrays go through `send`, in one dtype a call, as `DeviceMemory.send` takes them; the draws are the same."""
+    samplings = [Sampling(**rule, raw_logprobs=True) for rule in RULES]
+    logits, plain = torch.randn(len(RULES), VOCAB), batch(samplings)
+    changed = replace(plain, adjust=adjust_of(samplings, [1, 2, 9], [2, 5], plain))
+    sent: list[int] = []
+
+    def send(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        assert len({each.dtype for each in arrays}) == 1 and all(each.ndim == 1 for each in arrays)
+        sent.append(sum(each.nbytes for each in arrays))
+        return HostMemory().send(arrays)
+
+    got, want = launch_draws(logits, changed, None, send).read(), launch_draws(logits, changed).read()
+    assert got.tokens.tobytes() == want.tokens.tobytes() and got.logprobs.tobytes() == want.logprobs.tobytes()
+    (adjust,) = changed.adjust
+    kinds = (adjust.bias, adjust.allowed, adjust.repetition, adjust.counted)
+    used = [adjust.source, adjust.restricted, *(column for each in kinds for column in each)]
+    assert sum(sent) >= sum(each.nbytes for each in used) - adjust.allowed.values.nbytes
 
 
 def test_repetition_and_bias_are_transformers() -> None:
@@ -95,7 +117,7 @@ def test_repetition_and_bias_are_transformers() -> None:
     tokens = torch.tensor([prompt + output])
     biased = SequenceBiasLogitsProcessor({(4,): 1.25, (6,): -3.0})(tokens, logits.clone())
     want = RepetitionPenaltyLogitsProcessor(1.37)(tokens, biased)
-    np.testing.assert_array_equal(adjust.apply(logits).numpy(), want.numpy())
+    np.testing.assert_array_equal(adjust.apply(logits, in_place).numpy(), want.numpy())
 
 
 @pytest.mark.parametrize("kernel", [choose().kernels, None], ids=["native", "torch"])

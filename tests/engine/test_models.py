@@ -123,11 +123,11 @@ def test_what_the_seam_does_not_serve_is_refused(name: str, overrides: dict, fea
     assert "some/model" in str(caught.value)
 
 
-WIDE = {"head_dim": 528}
+WIDE = {"head_dim": 592}
 MANY = {"hidden_size": 132, "num_attention_heads": 66, "num_key_value_heads": 1, "head_dim": 8}
 
 
-@pytest.mark.parametrize("overrides", [WIDE, MANY], ids=["head_dim 528", "66 query heads over 1"])
+@pytest.mark.parametrize("overrides", [WIDE, MANY], ids=["head_dim 592", "66 query heads over 1"])
 def test_shapes_that_the_kernel_lacks_take_the_reference(overrides: dict, caplog: pytest.LogCaptureFixture) -> None:
     """Told in the log, and right; refused at load where the kernel was asked for by name."""
     model = tiny("llama", **overrides)

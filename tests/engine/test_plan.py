@@ -17,6 +17,7 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.sampling import SamplingBatch
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.scheduling.scheduler import Scheduler
+from tests.support.clock import Clock
 from tests.support.plans import commit, launch, rows, sent, small_scheduler, step, submit
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
@@ -29,6 +30,26 @@ def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     assert step(scheduler) == [("g", 0, 8, 8, 0)]
     assert step(scheduler) == [("g", 0, 16, 4, 1)], "the last chunk samples the first token"
     assert step(scheduler) == [("g", 0, 20, 1, 1)], "decode"
+
+
+def test_the_time_to_the_first_token_is_counted_once_a_group() -> None:
+    """From its arrival, over all chunks of its prompt and its wait; neither later tokens nor siblings count."""
+    scheduler, clock = small_scheduler(), Clock(100.0)
+    scheduler.state.clock = clock
+    submit(scheduler, "g", range(1, 21), n=2)
+    clock.now += 3.0
+    for _ in range(3):
+        assert scheduler.state.counters.first_tokens == 0
+        clock.now += 0.5
+        step(scheduler)
+    counters = scheduler.state.counters
+    assert (counters.first_tokens, counters.first_token_seconds) == (1, 4.5)
+    clock.now += 7.0
+    step(scheduler)
+    submit(scheduler, "h", [21, 22, 23])
+    clock.now += 2.0
+    step(scheduler)
+    assert (counters.first_tokens, counters.first_token_seconds) == (2, 6.5)
 
 
 def test_a_plan_names_tokens_and_blocks() -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from rollout.engine import worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
-from rollout.engine.kv import sizing
+from rollout.engine.kv import pools, sizing
 from rollout.engine.kv.sizing import pool_sizes, state_sizes
+from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import HostMemory
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from rollout.exact import use_exact
@@ -145,6 +149,12 @@ def test_given_tokens_are_scored_and_cut_children_resumed(name: str) -> None:
     given = PartialSample(index=0, token_ids=sample.token_ids, logprobs=np.zeros(20, np.float32), weight_versions=[(0, 0)])
     score = Group("s", whole.prompt, Sampling(n=1, max_tokens=20), partials=(given,), score=True)
     np.testing.assert_allclose(run(engine, [score])["s", 0].logprobs, sample.logprobs, atol=BOUND, rtol=0)
+    wrong = given.token_ids.copy()
+    wrong[9] = (wrong[9] + 1) % 199
+    for tokens, count in ((given.token_ids, 20), (wrong, 10)):
+        partials = (msgspec.structs.replace(given, token_ids=tokens),)
+        again = Group(f"a{count}", whole.prompt, whole.sampling, (0,), partials, score=True, redraw=True)
+        assert run(engine, [again])[again.id, 0].token_ids.tolist() == sample.token_ids[:count].tolist()
     part = PartialSample(index=0, token_ids=sample.token_ids[:7], logprobs=sample.logprobs[:7], weight_versions=[(0, 0)])
     rest = Group("r", whole.prompt, whole.sampling, partials=(part,))
     resumed = run(engine_of(name), [rest])
@@ -189,11 +199,6 @@ def test_children_continue_after_a_sleep(name: str, host: float) -> None:
     assert (engine.counters.offloaded_states > 0) == bool(host)
 
 
-def test_drafts_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"drafts=4: a recurrent state cannot go back"):
-        engine_of("lfm2", drafts=4)
-
-
 def test_fewer_sequences_run_where_their_states_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(copy.deepcopy(built("qwen3_5_text")), "m")
     assert model.states is not None
@@ -217,6 +222,23 @@ def test_states_on_top_of_kv_tokens_count_as_memory(monkeypatch: pytest.MonkeyPa
     assert (slots.device, sizes.device) == (20, 64) and slots.host + sizes.host <= 100 - 64 - 20
     with pytest.raises(ValueError, match=r"74 recurrent states of 1.0 MiB and the KV pool take 0.1 GiB.*lower max_num_seqs=64"):
         state_sizes(many, MIB, pool_sizes(many, MIB, SmallMemory()), MIB, SmallMemory())
+
+
+@pytest.mark.parametrize(("config", "committed"), [({"kv_gib": 0.01}, True), ({"kv_tokens": 4096}, False)])
+def test_states_are_committed_where_their_size_was_set(
+    config: dict[str, Any], committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kv_gib includes them; with kv_tokens they come on top, for max_num_seqs sequences that may never come."""
+    pages, populated = [], list[Any]()
+    monkeypatch.setattr(pools, "_populate", populated.append)
+    monkeypatch.setattr(worker, "StatePages", lambda *given: pages.append(StatePages(*given)) or pages[-1])
+    engine_of("qwen3_5_text", **{**dict.fromkeys(("kv_tokens", "kv_gib")), **config})
+    assert (pages[0]._map in populated) == committed
+
+
+def test_a_convolution_over_one_token_has_no_state() -> None:
+    found = outcome(build("lfm2", conv_L_cache=1), "lfm2", ["roomy", "offloaded"])
+    assert found.kind == "right", found
 
 
 NATIVE = ["qwen3_5_text", "falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "olmo_hybrid"))]
@@ -255,6 +277,24 @@ def test_an_exact_trainer_with_a_cache_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="call the model with use_cache=False"):
         made(input_ids=torch.arange(24, 44)[None])
     use.remove()
+
+
+@needs_kernels
+def test_an_exact_model_is_copied_but_not_pickled() -> None:
+    """What is read back would compute with the mixers of transformers."""
+    made = build("qwen3_5_moe_text")
+    use, ids = use_exact(made, block_size=8), torch.arange(24, 44)[None]
+    with torch.no_grad():
+        want = made(input_ids=ids, use_cache=False).logits
+        other = copy.deepcopy(made)
+        other.get_input_embeddings().weight.mul_(2.0)
+        assert not torch.equal(other(input_ids=ids, use_cache=False).logits, want)
+        other.get_input_embeddings().weight.mul_(0.5)
+        assert torch.equal(other(input_ids=ids, use_cache=False).logits, want)
+    with pytest.raises(TypeError, match=r"save its state_dict\(\), or call remove\(\).*copy.deepcopy works"):
+        torch.save(made, io.BytesIO())
+    use.remove()
+    torch.save(made, io.BytesIO())
 
 
 @needs_kernels

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rollout.engine import memory as engine_memory
+from rollout.engine.cuda import regions
 from rollout.engine.cuda.regions import MappedRegion
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
@@ -44,6 +46,24 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(monkeypatch: pytest.Mo
     assert driver.mapped, "something may still read it"
     del view
     assert not driver.mapped and not driver.reserved
+
+
+def test_a_driver_that_does_not_keep_its_word_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may report virtual memory and refuse to map it, or map other memory at each access."""
+
+    class Refuses(HostDriver):
+        def map(self, address: int, size: int) -> int:
+            raise RuntimeError("cuMemSetAccess: CUDA error 801 on cuda:0")
+
+    class Forgets(HostDriver):
+        def tensor(self, address: int, size: int, on_end: Callable[[], None]) -> torch.Tensor:
+            return super().tensor(address, size, on_end)[:-1]
+
+    device = torch.device("cuda", 0)
+    for driver, usable in ((HostDriver(), True), (Refuses(), False), (HostDriver(limit=0), False), (Forgets(), False)):
+        monkeypatch.setattr(regions, "CudaDriver", lambda index, driver=driver: driver)
+        assert (regions.open_driver(device) is driver) is usable
+        assert not driver.mapped and not driver.reserved
 
 
 def test_no_memory_to_wake_into_leaves_it_asleep() -> None:

@@ -55,7 +55,7 @@ def test_draws_what_torch_draws(dtype: torch.dtype) -> None:
     temperature = np.array([1.0, 0.3, 0.0, 1.7], np.float32)[np.arange(24) // 6]
     uniform = generator.random(24)
     uniform[:2] = 0.0, 1 - 2**-53
-    tokens, logprobs, raw, finite, _ = draw(logits.to(DEVICE), row, temperature, uniform, raw=True)
+    tokens, logprobs, raw, finite, *_ = draw(logits.to(DEVICE), row, temperature, uniform, raw=True)
     want, want_logprobs, want_raw = plainly(logits, row, temperature, uniform)
     assert raw is not None and finite.all()
     np.testing.assert_array_equal(tokens, want)
@@ -87,7 +87,7 @@ def test_draws_what_torch_draws(dtype: torch.dtype) -> None:
 def test_flags_what_is_not_finite(bad: float, at: int) -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[1, at] = bad
-    tokens, _, _, finite, _ = draw(logits.to(DEVICE), np.array([0, 1]), np.ones(2, np.float32), np.full(2, 0.5), raw=False)
+    tokens, _, _, finite, *_ = draw(logits.to(DEVICE), np.array([0, 1]), np.ones(2, np.float32), np.full(2, 0.5), raw=False)
     assert finite.tolist() == [True, False] and tokens[0] == VOCABULARY // 2
     assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
 

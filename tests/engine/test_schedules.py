@@ -17,16 +17,17 @@ import pytest
 from rollout.engine.kv import prefix
 from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks, SlotCounts
 from rollout.engine.kv.store import BlockStore
-from rollout.engine.scheduling import block_tables, conversation, rows, states
+from rollout.engine.scheduling import block_tables, conversation, output, rows, states
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.queue import RunningTable
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.sequence import GroupState, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
+from rollout.engine.scheduling.windows import FoundWindow, WindowBlocks
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 
@@ -61,6 +62,8 @@ def test_random_schedules_long() -> None:
         over_seeds(conversations, random.SystemRandom().randrange(2**48), 30_000, across)
         over_seeds(partial(random_schedule, recurrent=True), random.SystemRandom().randrange(2**48), 30_000, across)
         over_seeds(partial(conversations, recurrent=True), random.SystemRandom().randrange(2**48), 30_000, across)
+        for schedule in (random_schedule, conversations, tight_schedule):
+            over_seeds(partial(schedule, windows=True), random.SystemRandom().randrange(2**48), 10_000, across)
 
 
 def test_random_conversations() -> None:
@@ -72,6 +75,18 @@ def test_random_schedules_of_recurrent_state() -> None:
     """60 schedules each: a row begins with the state of exactly the tokens before it, whatever was moved, lost or shared."""
     over_seeds(partial(random_schedule, recurrent=True), 0, 60)
     over_seeds(partial(conversations, recurrent=True), 0, 60)
+
+
+def test_random_schedules_of_windows() -> None:
+    """60 schedules each: a row finds the KV of its window, whatever was moved, lost, shared or found; nothing stays behind
+    it."""
+    over_seeds(partial(random_schedule, windows=True), 0, 60)
+    over_seeds(partial(conversations, windows=True), 0, 60)
+
+
+def test_tight_pools_of_windows_finish() -> None:
+    """24 pools in which a window and two blocks fit once or twice: no sequence waits for ever."""
+    over_seeds(partial(tight_schedule, windows=True), 0, 24)
 
 
 @pytest.mark.parametrize("length", [16, 17, 18])
@@ -105,6 +120,50 @@ def test_the_snapshot_of_a_sequence_that_failed_is_not_continued(monkeypatch: py
             h.check()
         found.append(h.scheduler.state.counters.prefix_hit_tokens)
     assert h.got["g1", 0].finish_reason == "error" and found == [0, 0, 0, 16]
+
+
+@pytest.mark.parametrize("host", [0, 50])
+def test_kv_is_offloaded_only_where_its_state_has_a_place(host: int) -> None:
+    """Four sequences have all the slots and outgrow the pool of KV. The first to be preempted is copied or prefilled again."""
+    h = Harness(16, 200, slots=SlotCounts(4, host), block_size=4, max_num_seqs=4, max_batch_tokens=32, prefix_cache=False)
+    for number in range(4):
+        assert h.submit(f"g{number}", [number + 1] * 5, seed=2 * number, ignore_eos=True, max_tokens=40)
+    counters = h.scheduler.state.counters
+    while not (counters.offloads or counters.recompute_preemptions):
+        h.step()
+    assert (h.copied_blocks > 0) == (counters.offloads > 0) == bool(host)
+    h.finish()
+
+
+@pytest.mark.parametrize("host", [0, 50])
+def test_kept_kv_is_offloaded_only_where_its_state_has_a_place(host: int) -> None:
+    """The slots are those of a kept turn and of the sequence that runs."""
+    h = Harness(16, 200, slots=SlotCounts(2, host), block_size=4, max_num_seqs=1, max_batch_tokens=32, prefix_cache=False)
+    for number in range(2):
+        assert h.submit(f"g{number}", [number + 1] * 5, seed=2 * number, ignore_eos=True, max_tokens=40, kv_ttl_s=1000.0)
+        while f"g{number}" in h.scheduler.state.groups:
+            h.step()
+    assert (h.copied_blocks > 0) == bool(host)
+
+
+def test_a_row_up_to_a_junction_leaves_no_snapshot() -> None:
+    """Where a row ends is asked as often as one likes; a snapshot is left once, at the junction."""
+    h = Harness(400, 0, slots=SlotCounts(40, 0), block_size=4, max_num_seqs=16, max_batch_tokens=256)
+    assert h.submit("g", [*range(1, 19)], max_tokens=30)
+    h.step()
+    (seq,), slots = h.scheduler.state.running, h.scheduler.state.states
+    assert slots is not None and seq.cached == 18
+    seq.junction = 16
+    assert states.tokens_to_junction(seq, 5) == 5 and seq.junction == 16
+    seq.junction = 20
+    assert [states.tokens_to_junction(seq, count) for count in (5, 1)] == [2, 1]
+    slots.pass_junction(seq)
+    assert seq.junction == 20 and not len(slots.store.index)
+    h.step()
+    h.step()
+    assert seq.cached == 20
+    slots.pass_junction(seq)
+    assert not seq.junction and len(slots.store.index) == 1
 
 
 def test_tight_pools_finish() -> None:
@@ -455,6 +514,39 @@ def patch_late_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stops, "text_end", lambda self, tokens, cut: text_end(self, tokens, cut - 1))
 
 
+def patch_kv_untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a sample does not say that it attended to KV of other weights"""
+    monkeypatch.setattr(Sequence, "note_kv", lambda self, spans, version: None)
+
+
+def patch_kv_at_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV is looked at after a refresh only, not when a sequence starts again"""
+    note = output._note_kv
+
+    def later(state: SchedulerState, seq: Sequence) -> None:
+        if seq.version != state.version:
+            note(state, seq)
+
+    monkeypatch.setattr(output, "_note_kv", later)
+
+
+def patch_kv_of_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV of a prompt counts as computed by the weights of the first token, whatever its age"""
+    note = output._note_kv
+
+    def young(state: SchedulerState, seq: Sequence) -> None:
+        if seq.spans and seq.spans[0][1] != state.version:
+            note(state, seq)
+
+    monkeypatch.setattr(output, "_note_kv", young)
+
+
+def patch_kv_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """of KV, only the newest span is recorded"""
+    note = Sequence.note_kv
+    monkeypatch.setattr(Sequence, "note_kv", lambda self, spans, version: note(self, spans[-1:], version))
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_release,
     patch_share,
@@ -492,6 +584,10 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_tail,
     patch_partial_tail,
     patch_late_stop,
+    patch_kv_untold,
+    patch_kv_at_refresh,
+    patch_kv_of_prompt,
+    patch_kv_prefix,
 ]
 
 
@@ -509,8 +605,8 @@ def patch_state_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """a sequence that loses its KV keeps its state, which then advances twice over its tokens"""
     slots_of = StateSlots.slots_of
 
-    def kept(self: StateSlots, sequences: list[Sequence]) -> tuple[list[int], list[int]]:
-        reads, writes = slots_of(self, sequences)
+    def kept(self: StateSlots, rows: list[Row]) -> tuple[list[int], list[int]]:
+        reads, writes = slots_of(self, rows)
         return [write if read < 0 else read for read, write in zip(reads, writes, strict=True)], writes
 
     monkeypatch.setattr(StateSlots, "slots_of", kept)
@@ -525,8 +621,8 @@ def patch_state_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """a row reads the slot of another row's state"""
     slots_of = StateSlots.slots_of
 
-    def turned(self: StateSlots, sequences: list[Sequence]) -> tuple[list[int], list[int]]:
-        reads, writes = slots_of(self, sequences)
+    def turned(self: StateSlots, rows: list[Row]) -> tuple[list[int], list[int]]:
+        reads, writes = slots_of(self, rows)
         return [*reads[1:], *reads[:1]], writes
 
     monkeypatch.setattr(StateSlots, "slots_of", turned)
@@ -560,7 +656,66 @@ def patch_state_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateSlots, "drop", lambda self, seq: None)
 
 
+def patch_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a rejected draft token stays in the state"""
+    accept = StateSlots.accept
+    monkeypatch.setattr(StateSlots, "accept", lambda self, seq, tokens: accept(self, seq, tokens + 1))
+
+
+def patch_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """an accepted draft token is missing in the state"""
+    accept = StateSlots.accept
+    monkeypatch.setattr(StateSlots, "accept", lambda self, seq, tokens: accept(self, seq, 1))
+
+
+def patch_advanced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a row with drafts writes its state, which then advances again"""
+    slots_of = StateSlots.slots_of
+
+    def written(self: StateSlots, rows: list[Row]) -> tuple[list[int], list[int]]:
+        reads, _ = slots_of(self, rows)
+        return reads, [row.seq.state_out.device for row in rows]  # type: ignore[union-attr, misc]
+
+    monkeypatch.setattr(StateSlots, "slots_of", written)
+
+
+def patch_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a state advances by the tokens of another row"""
+    accept = StateSlots.accept
+
+    def turned(self: StateSlots, seq: Sequence, tokens: int) -> None:
+        accept(self, seq, tokens)
+        self._advances[-1] = self._advances[-1]._replace(row=0)
+
+    monkeypatch.setattr(StateSlots, "accept", turned)
+
+
+def patch_advance_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """states advance after the copies of a plan"""
+    move_all = Harness.move_all
+    advance = Harness.advance
+
+    def late(self: Harness, plan: Plan, stop: int | None) -> None:
+        move_all(self, plan, stop)
+        advance(self, plan)
+
+    monkeypatch.setattr(Harness, "move_all", late)
+    monkeypatch.setattr(Harness, "advance", lambda self, plan, fails=False: advance(self, plan, True) if fails else True)
+
+
+def patch_advance_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a state that has not advanced is trusted"""
+    failed = StateSlots.advances_failed
+    monkeypatch.setattr(StateSlots, "advances_failed", lambda self: failed(self) and set())
+
+
 STATE_MUTANTS = [
+    patch_rejected,
+    patch_forgotten,
+    patch_advanced_twice,
+    patch_other_row,
+    patch_advance_late,
+    patch_advance_failed,
     patch_state_kept,
     patch_state_shared,
     patch_state_parent,
@@ -581,3 +736,107 @@ def test_mutants_of_recurrent_state_are_caught(
         for seed in range(400):
             random_schedule(seed, recurrent=True)
             conversations(seed, recurrent=True)
+
+
+def patch_window_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a block leaves the window one token too early"""
+    first = WindowBlocks.first
+    monkeypatch.setattr(WindowBlocks, "first", lambda self, position: first(self, position + 1))
+
+
+def patch_window_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a block leaves the window of a draft that may be rejected"""
+    launched = output.launched
+
+    def with_draft(state: SchedulerState, rows: list[Row]) -> None:
+        launched(state, rows)
+        for row in rows if state.windows is not None else ():
+            if row.expected and row.seq.given is None:
+                row.seq.cached += row.draws - 1
+                state.windows.trim(row.seq)
+                row.seq.cached -= row.draws - 1
+
+    monkeypatch.setattr(output, "launched", with_draft)
+
+
+def patch_window_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a prefix is found whose window is not"""
+    find = WindowBlocks.find
+
+    def whole(self: WindowBlocks, seq: Sequence, chain: list[Block], in_use: bool) -> FoundWindow:
+        return FoundWindow(len(chain), find(self, seq, chain, in_use).added)
+
+    monkeypatch.setattr(WindowBlocks, "find", whole)
+
+
+def patch_window_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a fork does not own the blocks of its window"""
+    init = WindowBlocks.__init__
+
+    def without_share(self: WindowBlocks, *args: Any) -> None:
+        init(self, *args)
+        self.store.share = lambda blocks: None  # type: ignore[method-assign]
+
+    monkeypatch.setattr(WindowBlocks, "__init__", without_share)
+
+
+def patch_window_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a sequence that is cut goes on without the window behind which it was cut"""
+    monkeypatch.setattr(WindowBlocks, "covers", lambda self, seq, blocks: True)
+
+
+def patch_window_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a block of a window that was dropped is read all the same"""
+    cut_lost = BlockTables.cut_lost
+
+    def without_window(self: BlockTables, seq: Sequence) -> None:
+        window, seq.window = seq.window, []
+        cut_lost(self, seq)
+        seq.window = window
+
+    monkeypatch.setattr(BlockTables, "cut_lost", without_window)
+
+
+def patch_window_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """blocks stay behind their window"""
+    monkeypatch.setattr(WindowBlocks, "trim", lambda self, seq: None)
+
+
+def patch_window_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a child writes into the last block of a window that its siblings share"""
+
+    def extend(self: WindowBlocks, seq: Sequence, cached: int, version: int) -> None:
+        self.trim(seq)
+        while seq.window_first + len(seq.window) < -(-cached // self.block_size):
+            self.append(seq, self.store.allocate(version))
+
+    monkeypatch.setattr(WindowBlocks, "extend", extend)
+
+
+def patch_window_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """room is made for blocks of full attention only"""
+    monkeypatch.setattr(SchedulerState, "available", property(lambda self: self.store.available))
+
+
+WINDOW_MUTANTS = [
+    patch_window_early,
+    patch_window_draft,
+    patch_window_found,
+    patch_window_fork,
+    patch_window_cut,
+    patch_window_lost,
+    patch_window_kept,
+    patch_window_copy,
+    patch_window_growth,
+]
+
+
+@pytest.mark.parametrize("mutant", WINDOW_MUTANTS, ids=lambda mutant: mutant.__doc__)
+def test_mutants_of_windows_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the schedules of windows."""
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
+        for seed in range(400):
+            random_schedule(seed, windows=True)
+            conversations(seed, windows=True)
+            tight_schedule(seed, windows=True)

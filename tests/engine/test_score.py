@@ -125,6 +125,7 @@ def test_a_prompt_is_prefilled_once_and_nothing_is_drawn() -> None:
     run(engine, [given("g", [*range(1, 21)], *([[i + 1] * 9 for i in range(8)]), ignore_eos=True)])
     assert engine.counters.prefill_tokens == 20 + 7 * 4, "only what is in no whole block is prefilled again"
     assert (engine.counters.generated_tokens, engine.counters.scored_tokens) == (0, 72)
+    assert engine.counters.first_tokens == 0, "nothing was sampled"
 
 
 def test_few_logits_are_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +195,61 @@ def test_an_abort_gives_back_what_was_scored() -> None:
     check(engine.scheduler)
 
 
+def drawn_again(asked: Group, samples: Samples, **changes: Any) -> Group:
+    """The same group, whose children's tokens are given and drawn again."""
+    return msgspec.structs.replace(to_score(asked, samples), redraw=True, **changes)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_given_tokens_are_drawn_again(name: str) -> None:
+    """All of them if they are right, else up to the first draw that is another token, which is the right one."""
+    r, groups = random.Random(name), mixture(random.Random(name), 6)
+    want = run(tiny_engine(), groups)
+    assert_scored(want, run(tiny_engine(**OPTIONS[name]), [drawn_again(each, want) for each in groups]))
+    wrong, first = dict(want), {}
+    for key, sample in want.items():
+        tokens = sample.token_ids.copy()
+        first[key] = at = r.randrange(len(tokens))
+        tokens[at] = (tokens[at] + 1) % 199
+        wrong[key] = msgspec.structs.replace(sample, token_ids=tokens)
+    engine = tiny_engine(**OPTIONS[name])
+    assert_scored(prefixes(want, first), run(engine, [drawn_again(each, wrong) for each in groups]))
+    check(engine.scheduler)
+    again = run(engine, [msgspec.structs.replace(each, id=f"again {each.id}") for each in groups])
+    for key, sample in want.items():
+        after = again[f"again {key[0]}", key[1]]
+        assert after.logprobs.tobytes() == sample.logprobs.tobytes(), "KV of wrong tokens was left behind"
+
+
+def prefixes(samples: Samples, first: dict[tuple[str, int], int]) -> Samples:
+    """The samples up to these tokens, with them."""
+    columns = ("token_ids", "logprobs", "raw_logprobs", "top_ids", "top_logprobs")
+    return {
+        key: msgspec.structs.replace(
+            sample, **{name: None if (a := getattr(sample, name)) is None else a[: first[key] + 1] for name in columns}
+        )
+        for key, sample in samples.items()
+    }
+
+
+def test_a_token_that_ends_a_child_ends_what_is_drawn_again() -> None:
+    """Tokens behind it are not drawn."""
+    asked = group("g", [5, 6, 7], n=1, max_tokens=20, seed=3, ignore_eos=True)
+    want = run(tiny_engine(), [asked])
+    tokens = want["g", 0].token_ids.tolist()
+    at = next(i for i, token in enumerate(tokens) if i > 2 and token not in tokens[:i])
+    ends = msgspec.structs.replace(asked.sampling, stop_token_ids=(tokens[at],))
+    (again,) = run(tiny_engine(), [drawn_again(asked, want, sampling=ends)]).values()
+    assert again.finish_reason == "scored" and again.token_ids.tolist() == tokens[: at + 1]
+    (scored,) = run(tiny_engine(), [msgspec.structs.replace(to_score(asked, want), sampling=ends)]).values()
+    assert len(scored.token_ids) == 20, "the negative control: scoring alone goes through"
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"partials": ()}, "give the tokens of all, in partials"),
+        ({"score": False, "redraw": True}, "redraw=True without score"),
         ({"indices": (0, 1), "partials": "one"}, "give the tokens of all, in partials"),
         ({"sampling": Sampling(n=2, max_tokens=3, finish_after=1)}, "leave it out"),
         ({"sampling": Sampling(n=2, max_tokens=1)}, "max_tokens=1"),

@@ -158,6 +158,24 @@ def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pyte
         assert same_bits(want, attend(backend(shape, programs), shape, made, schedule(name, made), share)), (share, programs)
 
 
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_blocks_that_left_the_window_are_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be those of another sequence by now, and those may hold NaN: before the chunk of the window, and in it."""
+    monkeypatch.setattr(tiles, "CHUNK_TOKENS", 32)
+    shape = Shape(q_heads=2, kv_heads=1, dim=16, block_size=8, window=21, dtype=FP32)
+    made = tokens(shape, [(None, 0)], [100])
+    one: Any = backend(shape, 1) if name == "triton" else ReferenceAttention()
+    want = attend(one, shape, made, whole(made))[0]
+    for length, count in ((100, 1), (90, 20)):
+        data, first = pool(shape, made.blocks), length - count
+        attend(one, shape, made, [[(0, 0, first)]], data=data)
+        data[torch.from_numpy(made.tables[0][: max(0, first - shape.window + 1) // 8])] = torch.nan
+        got = attend(one, shape, made, [[(0, first, count)]], data=data)[0]
+        assert torch.equal(got[first:length], want[first:length])
+    data[torch.from_numpy(made.tables[0][(first - shape.window + 1) // 8 :][:1])] = torch.nan
+    assert attend(one, shape, made, [[(0, first, count)]], data=data)[0][first:length].isnan().any(), "the negative control"
+
+
 @pytest.mark.parametrize(
     "shape",
     [

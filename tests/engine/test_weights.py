@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollout.engine.devices import CpuDevice
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group, Sample, Sampling, WeightUpdate
 from rollout.engine.weights import staging
@@ -61,6 +62,29 @@ def test_every_form_of_named_tensors(form: str) -> None:
     assert all(torch.equal(tensor, state(engine)[name]) for name, tensor in new.named_parameters())
     assert refreshed.digest == engine.weights.live_digest() == engine.weights.digest
     assert 0 < refreshed.paused_seconds < refreshed.seconds and refreshed.staged_seconds < refreshed.seconds
+
+
+def test_the_pause_ends_when_the_device_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, the copies into place are only launched when the call that makes them returns."""
+    happened: list[str] = []
+    clock = iter(range(1000))
+    commit = Weights.commit
+
+    def committed(weights: Weights, staging: Any) -> None:
+        commit(weights, staging)
+        happened.append("launched")
+
+    def now() -> float:
+        happened.append("clock")
+        return float(next(clock))
+
+    engine = tiny_engine()
+    monkeypatch.setattr(Weights, "commit", committed)
+    monkeypatch.setattr(CpuDevice, "settle", lambda self: happened.append("settled"))
+    monkeypatch.setattr("rollout.engine.engine.time.perf_counter", now)
+    engine.refresh(tiny("llama", seed=1).named_parameters())
+    at = happened.index("launched")
+    assert happened[at - 1 : at + 3] == ["clock", "launched", "settled", "clock"]
 
 
 @pytest.mark.parametrize("model", ["float32", "bfloat16"])

@@ -186,10 +186,14 @@ def test_a_replica_that_misses_a_refresh_is_seen() -> None:
 
 # ── the codec ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_decoded_plan_has_arrays_of_its_own() -> None:
-    plan = sent(copies_only(7, BlockCopies(copies=[(1, 2)]), BlockCopies(offloads=[(3, 0)])))
+    plan = sent(copies_only(7, BlockCopies(copies=[(1, 2)]), np.ones((2, 4), np.int32), BlockCopies(offloads=[(3, 0)])))
     assert plan.step == 7 and plan.moves.copies == [(1, 2)] and plan.block_table.shape == (0, 0)
     arrays = [value for value in plan if isinstance(value, np.ndarray)]
-    assert len(arrays) == 13 and all(array.flags.owndata and array.flags.writeable for array in arrays)
+    assert (
+        plan.state_advances.shape == (2, 4)
+        and len(arrays) == 15
+        and all(array.flags.owndata and array.flags.writeable for array in arrays)
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,7 @@ def test_a_decoded_plan_has_arrays_of_its_own() -> None:
     ],
 )
 def test_what_is_no_plain_value_is_not_sent(field: str, value: Any, reason: str) -> None:
-    plan = copies_only(1, BlockCopies(), BlockCopies())
+    plan = copies_only(1, BlockCopies(), np.zeros((0, 4), np.int32), BlockCopies())
     with pytest.raises(TypeError, match=reason):
         plan._replace(**{field: value}).encode()
 
@@ -218,7 +222,7 @@ def test_what_is_no_plain_value_is_not_sent(field: str, value: Any, reason: str)
     ],
 )
 def test_bytes_that_are_no_plan_are_refused(fields: Any, reason: str) -> None:
-    data = msgspec.msgpack.decode(copies_only(1, BlockCopies(), BlockCopies()).encode())
+    data = msgspec.msgpack.decode(copies_only(1, BlockCopies(), np.zeros((0, 4), np.int32), BlockCopies()).encode())
     data[1] = fields
     with pytest.raises(msgspec.ValidationError, match=reason):
         Plan.decode(msgspec.msgpack.encode(data))

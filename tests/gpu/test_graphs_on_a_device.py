@@ -73,11 +73,13 @@ def test_weight_offload_is_resident_to_the_bit(offload: tuple[int, int, int], gr
     group_size, num_in_group, prefetch_step = offload
     settings = WeightOffload(group_size=group_size, num_in_group=num_in_group, prefetch_step=prefetch_step)
     options = {"cuda_graphs": graphs, "cpu_offload_gib": 0}
-    resident = engine(model=tiny("llama", num_hidden_layers=6), **options)
-    streamed = engine(model=tiny("llama", num_hidden_layers=6), weight_offload=settings, **options)
+    # a layer is larger than a grain of virtual memory, 2 MiB
+    sizes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1536}
+    resident = engine(model=tiny("llama", **sizes), **options)
+    streamed = engine(model=tiny("llama", **sizes), weight_offload=settings, **options)
     assert streamed.weights.resident_bytes < resident.weights.resident_bytes
     assert_same(run(resident, lockstep()), run(streamed, lockstep()))
-    new = dict(tiny("llama", num_hidden_layers=6, seed=1).named_parameters())
+    new = dict(tiny("llama", seed=1, **sizes).named_parameters())
     for each in (resident, streamed):
         each.refresh(new)
     assert_same(run(resident, lockstep("2")), run(streamed, lockstep("2")))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rollout.engine.engine import Engine
 from tests.support.equivalence import assert_same
@@ -43,10 +44,10 @@ def test_mixtures_agree(pressure: bool, graphs: bool) -> None:
     assert not pressure or over.counters.offloads + over.counters.recompute_preemptions > 0
 
 
-def slow_engine(graphs: bool, overlap: bool) -> Engine:
+def slow_engine(graphs: bool, overlap: bool, **sampling: Any) -> Engine:
     """Every child decodes; before each forward the device is busy for a while."""
-    made = engine(cuda_graphs=graphs, overlap_steps=overlap)
-    made.submit(lockstep()[0])
+    made, first = engine(cuda_graphs=graphs, overlap_steps=overlap), lockstep()[0]
+    made.submit(replace(first, sampling=replace(first.sampling, **sampling)))
     for _ in range(6):
         made.step()  # kernels are compiled and graphs captured
     run_of: Any = made.worker.graphs if made.worker.graphs is not None else made.model
@@ -76,11 +77,12 @@ def test_the_host_is_ahead_of_the_device(overlap: bool, graphs: bool) -> None:
 
 @needs_cuda
 @GRAPHS
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5, "logit_bias": {7: 1.0}}], ids=["plain", "adjusted"])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_launch_waits_for_nothing(graphs: bool) -> None:
+def test_a_launch_waits_for_nothing(graphs: bool, sampling: dict[str, Any]) -> None:
     """torch raises where it knows that the host would wait for the device. (It does not know of copies from pageable memory
     that are told not to wait, nor of events: what the test above sees.)"""
-    made = slow_engine(graphs, True)
+    made = slow_engine(graphs, True, **sampling)
     launch: Any = made.worker.execute
 
     def strict(*args: Any) -> Any:

@@ -181,11 +181,13 @@ def test_a_sibling_that_shows_through_would_be_noticed(monkeypatch: pytest.Monke
     assert (policy.logprobs(model, prompt, samples, 1.0) - right).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_mismatch_is_zero_in_bf16(exact: bool) -> None:
+def test_the_mismatch_is_zero_in_bf16(exact: bool, family: str) -> None:
     """With the service's arithmetic the audit of packed rows on the same weights reads 0 exactly, step after step; the control
-    without it does not."""
-    model = tiny("llama", torch.bfloat16)
+    without it does not. The router of a mixture learns as well."""
+    model = tiny(family, torch.bfloat16)
+    routers = {name: each.clone() for name, each in model.named_parameters() if re.search(r"mlp\.(gate|router)\.weight", name)}
     client = Client(model)
     client.engine = tiny_engine(dtype="bfloat16", model=client.model)
     if exact:
@@ -193,6 +195,52 @@ def test_the_mismatch_is_zero_in_bf16(exact: bool) -> None:
     options = dataclasses.replace(OPTIONS, steps=4)
     audits = [row["train/mismatch"] for row in grpo.train(options, client, Even(), model) if "train/mismatch" in row]  # type: ignore[arg-type]
     assert len(audits) == 3 and (max(audits) == 0 if exact else min(audits) > 0)
+    assert len(routers) == (2 if family != "llama" else 0)
+    assert not any(torch.equal(model.get_parameter(name), before) for name, before in routers.items())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_replayed_routes_lie_where_their_tokens_do(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the service's arithmetic they are what the trainer chooses anyway; routes that are shifted by a token are not."""
+    model = tiny("qwen3_moe", torch.bfloat16)
+    client = Client(model)
+    client.engine = tiny_engine(dtype="bfloat16", model=client.model, routed_experts=True)
+    use_exact(model, client.engine.arithmetic, block_size=8)
+    calls, replay = list[np.ndarray](), policy.replay
+
+    def seen(model: Any, routes: np.ndarray) -> Any:
+        calls.append(routes)
+        return replay(model, np.roll(routes, 1, axis=0) if lost else routes)
+
+    monkeypatch.setattr(policy, "replay", seen)
+    options = dataclasses.replace(OPTIONS, steps=4, replay=True)
+    audits = [row["train/mismatch"] for row in grpo.train(options, client, Even(), model) if "train/mismatch" in row]  # type: ignore[arg-type]
+    assert len(audits) == 3 and (min(audits) > 0 if lost else max(audits) == 0)
+    assert calls and all(routes.shape[1:] == (2, 2) for routes in calls)
+
+
+def test_a_shape_is_trained_on_token_ids(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, model="shape:tiny-moe", task="even-ids", steps=2, held_out=3)
+    folder = grpo.models.resolve(options.model)
+    model = policy.load(folder, options.seed, options.threads)
+    task, tokenizer = grpo.task_of(options, folder, model)
+    assert tokenizer is None and len(task) == 9 and task.held_out == range(9, 12)
+    assert all(len(task.prompt(i)) == 8 and max(task.prompt(i)) < 199 for i in range(12))
+    sample = Client(tiny("llama")).submit([1, 2], Sampling(max_tokens=4, ignore_eos=True), "a").result(5)[0]
+    assert task.reward(0, sample) == float(np.mean([id % 2 == 0 for id in sample.token_ids]))
+    assert model.dtype == torch.bfloat16 and all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(InputError, match="shape has no tokenizer: give --task even-ids"):
+        grpo.task_of(dataclasses.replace(options, task="times-table"), folder, model)
+    policy.save(model, tokenizer, tmp_path)
+    again = policy.load(tmp_path, 0, options.threads)
+    assert all(torch.equal(again.get_parameter(name), each) for name, each in model.named_parameters())
+
+
+def test_without_wandb_the_first_line_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = grpo.importlib.util.find_spec
+    monkeypatch.setattr(grpo.importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    with pytest.raises(InputError, match=r"pip install 'rl-rollout\[wandb\]', or give --no-wandb"):
+        grpo.main(dataclasses.replace(OPTIONS, model="nothing of this name"))
 
 
 def test_advantages_are_standardised_in_the_group() -> None:

@@ -121,6 +121,19 @@ def test_samples_are_scored_together_as_alone(temperature: float) -> None:
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_reduced_precision_is_refused(precision: str) -> None:
+    """It would round the product of positions and rotary frequencies."""
+    module = tiny("llama", torch.float32, **NATIVE)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with pytest.raises(ValueError, match=r'computes fp32 products in \w+, .*set_float32_matmul_precision\("highest"\)'):
+            use_exact(module)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    use_exact(module).remove()
+
+
 def test_another_arithmetic_is_seen() -> None:
     """The negative control: plain products, and plain attention, differ; in the end nothing is left of ours."""
     module = tiny("llama", torch.bfloat16, **NATIVE)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
 from rollout.engine.cuda.exact import ARITHMETIC, make_exact  # noqa: E402
-from rollout.engine.devices import TritonAttention  # noqa: E402
+from rollout.engine.devices import TritonAttention, use_triton_mixers  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
@@ -137,8 +138,55 @@ def test_what_it_undoes() -> None:
 def test_a_service_of_another_arithmetic_is_refused() -> None:
     assert on_device.ARITHMETIC == f"{ARITHMETIC}+{TritonAttention.arithmetic}"
 
-    class OnCuda:
+    class OnCuda(torch.nn.Module):
         device = torch.device("cuda")
 
     with pytest.raises(ValueError, match=r"torch/2\.13\.0\+triton/1.*exact = true"):
         use_exact(OnCuda(), "torch/2.13.0+triton/1")
+
+
+# ── recurrent layers and experts ──────────────────────────────────────────────────────────────────────────────────────
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
+
+
+def made_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    options = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 256, "pad_token_id": 0, **KINDS[kind]}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval().to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a service that prefills and decodes two groups beside each other, and a trainer's padded batch, with gradients."""
+    plain = made_of(kind)
+    served = made_of(kind)
+    make_exact(served)
+    monkeypatch.setattr("rollout.engine.devices.CpuDevice.equip", lambda *_: None)
+    monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)
+    options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
+    engine = tiny_engine(model=served, device=DEVICE, kv_tokens=256, **options)
+    engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
+    whole: Any = engine.model
+    if whole.states is not None:
+        assert use_triton_mixers(whole) and on_device.arithmetic_of(plain) == on_device.WITH_STATES
+    first = group("a", range(5, 15), n=1, max_tokens=2, ignore_eos=True)
+    samples = run(engine, [first, group("b", [9, 8], n=2, max_tokens=2, ignore_eos=True)])
+    trainer = exact(made_of(kind))
+    monkeypatch.setattr("rollout.exact.module.token_logprobs", on_device.token_logprobs)
+    prompts = {"a": np.arange(5, 15), "b": np.array([9, 8])}
+    pairs = [(prompts[name], sample.token_ids) for (name, _), sample in samples.items()]
+    for found, sample in zip(sample_logprobs(trainer, pairs), samples.values(), strict=True):
+        assert found.detach().cpu().numpy().tobytes() == sample.logprobs.tobytes()
+    ids = torch.arange(3, 33, device=DEVICE)[None]
+    with torch.no_grad():
+        ours, others = (each(input_ids=ids, use_cache=False).logits for each in (trainer, plain))
+    torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(ours, others), "the control: the module's own products and scans"
+    torch.cat(sample_logprobs(trainer, pairs)).sum().backward()
+    assert all(each.grad is not None for each in trainer.parameters() if each.requires_grad)

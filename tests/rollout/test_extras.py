@@ -70,7 +70,7 @@ def test_commands_of_the_client_need_no_extra() -> None:
     for words in (["status", "--timeout", "0.1", "--address", "tcp://127.0.0.1:9"], ["top", "--once", "--timeout", "0.1"]):
         done = run(BASE, *words)
         assert "no service at" in done.stderr and "not installed" not in done.stderr, done.stderr
-    assert "is not there" in run(BASE, "keys", "show", "--file", "/none").stderr
+    assert "does not exist" in run(BASE, "keys", "show", "--file", "/none").stderr
 
 
 def test_a_module_that_no_extra_has_is_an_error_of_ours() -> None:

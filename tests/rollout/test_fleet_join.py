@@ -395,7 +395,7 @@ def test_what_cannot_be_asked_of_a_replica(tmp_path: Path) -> None:
     keys = tmp_path / "service.json"
     files.create(keys, "tcp://127.0.0.1:1")
     keyed = ("--ray", "--replicas", "2", "--service.keys", str(keys), "--service.endpoint", "tcp://127.0.0.1:0")
-    assert "--fleet.ray-join names" in serve(*keyed)
+    assert "give --fleet.ray-join the connection file" in serve(*keyed)
     assert "No such file" in serve("--join", str(tmp_path / "none.json"))
     assert "no keys to tell clients apart" in serve("--listen-replicas", "tcp://*:5656")
 

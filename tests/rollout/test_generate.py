@@ -169,9 +169,9 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, tiny_service: str, capsys
 @pytest.mark.parametrize(
     ("lines", "n", "named"),
     [
-        ([{"prompt": "Once upon another", "id": "a"}], 2, "line 1: the prompt 'a' was another one"),
+        ([{"prompt": "Once upon another", "id": "a"}], 2, "line 1: the prompt of 'a' differs from --prompts"),
         ([{"prompt": "Once upon a time", "id": "b"}], 2, "line 1: --prompts has no id 'a'"),
-        ([{"prompt": "Once upon a time", "id": "a"}], 1, "line 2: sample 1 of 'a' is one too many for --n 1"),
+        ([{"prompt": "Once upon a time", "id": "a"}], 1, "line 2: sample 1 of 'a' exceeds --n 1"),
     ],
 )
 def test_another_input_is_never_mixed_in(lines: list[object], n: int, named: str, tmp_path: Path, tiny_service: str) -> None:
@@ -188,7 +188,7 @@ def test_another_input_is_never_mixed_in(lines: list[object], n: int, named: str
 def test_a_file_that_is_not_of_samples_is_not_resumed(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"answer": 4}\n')
-    with pytest.raises(InputError, match="line 1: is not a sample of `rollout generate`"):
+    with pytest.raises(InputError, match="line 1: not a sample of `rollout generate`"):
         complete_groups(out, {}, 1)
     with pytest.raises(InputError, match="--resume with --out -"):
         run(RunFiles(str(write(tmp_path, {"token_ids": [1]})), "-", resume=True), Sampling(), None, Config())

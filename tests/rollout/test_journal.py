@@ -378,13 +378,13 @@ def test_a_log_that_cannot_be_opened_for_a_while_is_checkpointed_later(tmp_path:
 
 def test_one_service_at_a_time(lives: Lives) -> None:
     lives.start()
-    with pytest.raises(InputError, match="another service writes it"):
+    with pytest.raises(InputError, match="another service uses it"):
         Journal(str(lives.path), "seeded")
     program = "import sys; from rollout.service.journal import Journal; Journal(sys.argv[1], 'seeded')"
     done = subprocess.run(
         [sys.executable, "-c", program, str(lives.path)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert "another service writes it" in done.stderr
+    assert "another service uses it" in done.stderr
 
 
 @pytest.mark.parametrize("reason", ["database or disk is full", "disk I/O error"])
@@ -417,7 +417,7 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
     lives.start()
     assert stat.S_IMODE(lives.path.stat().st_mode) == 0o600
     lives.kill()
-    with pytest.raises(InputError, match="is of the model seeded"):
+    with pytest.raises(InputError, match="is for the model seeded"):
         Journal(str(lives.path), "another")
     with sqlite3.connect(lives.path) as db:
         db.execute("UPDATE meta SET value = 9 WHERE name = 'version'")

@@ -220,7 +220,7 @@ def test_scores_are_those_of_the_samples(clients: tuple[RolloutClient, RolloutCl
     ("prompts", "completions", "why"),
     [
         ([PROMPT], [], "1 prompts, 0 lists of completions"),
-        ([PROMPT], [[]], "no completions to score for a prompt"),
+        ([PROMPT], [[]], "a prompt has no completions: give at least one"),
         ([PROMPT], [[[1], []]], "completion 1 has no tokens"),
         ([PROMPT], [[["a"]]], "integer token ids"),
         ([PROMPT], [[[10_000]]], "holds token id 10000"),
@@ -329,7 +329,7 @@ def test_what_is_kept_is_given_up_when_asked_and_with_its_client() -> None:
 @pytest.mark.parametrize(
     ("changed", "options", "reason"),
     [
-        ({"finish_reason": "error", "error": "NaN"}, {}, "no next turn"),
+        ({"finish_reason": "error", "error": "NaN"}, {}, "continue another one"),
         ({"prompt_tokens": 4}, {}, "give the prompt of its group"),
         ({}, {"append": []}, "append is empty"),
         ({}, {"append": [0.5]}, "integer token ids"),

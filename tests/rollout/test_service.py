@@ -68,7 +68,7 @@ def test_another_protocol_version_is_told_so(protocol: int, frames: list[Frame])
     peer.send_frames(frames)
     bench.turn()
     refused = peer.refused()
-    spoken = f"speaks protocol {protocol}, the service {m.PROTOCOL}: install the same version at both ends"
+    spoken = f"has protocol {protocol}, the service {m.PROTOCOL}: install the same version at both ends"
     assert refused.kind == "version_mismatch" and spoken in refused.message
     assert not list(bench.service._sessions)
 
@@ -726,7 +726,7 @@ def test_an_engine_that_breaks_at_the_end() -> None:
 
 
 def test_a_grace_time_that_no_client_could_keep() -> None:
-    with pytest.raises(ValueError, match="client_grace_s=1.9: at least 2.0, clients send a heartbeat every second"):
+    with pytest.raises(ValueError, match="client_grace_s=1.9: must be at least 2.0; clients send a heartbeat every second"):
         service_of(FakeEngine(), "tcp://127.0.0.1:*", client_grace_s=1.9)
 
 

@@ -76,7 +76,7 @@ def test_a_cut_is_the_beginning() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("shape:qwen3-0.7b", "there are: shape:tiny, shape:qwen3-0.6b, "),
+        ("shape:qwen3-0.7b", "there are: shape:tiny, shape:tiny-moe, shape:qwen3-0.6b, "),
         ("shape:qwen3-0.6b:29", "a number of layers from 1 to 28"),
         ("shape:qwen3-0.6b:x", "a number of layers from 1 to 28"),
         ("shape:qwen3.5-0.8b:6", "take a multiple of 4"),

@@ -69,11 +69,11 @@ def test_text_and_messages_become_the_ids_of_the_model_s_tokenizer(client: Rollo
         assert [group[0].prompt_tokens for group in client.generate_groups(prompts, SHORT, timeout=WAIT)] == wanted
         assert sorted(each.prompt_tokens for each in client.generate(prompts, SHORT, timeout=WAIT)) == sorted(wanted)
     assert client.encode(CHAT, add_generation_prompt=False) == tokenizer.apply_chat_template(CHAT)["input_ids"]
-    with pytest.raises(InvalidRequest, match="tools=…: is for the chat template"):
+    with pytest.raises(InvalidRequest, match="tools=…: leave it out"):
         client.encode("6 x 7?", tools=[])
     with pytest.raises(InvalidRequest, match="one message; give a list of messages"):
         client.submit(CHAT[0])  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="a list is no sample: for token ids, client.tokenizer.decode"):
+    with pytest.raises(InvalidRequest, match="a list is not a Sample: decode token ids with client.tokenizer.decode"):
         client.decode(text)
 
 

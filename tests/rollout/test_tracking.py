@@ -198,6 +198,14 @@ def test_rates_are_sums_over_sums() -> None:
     assert row["engine/batch_size"] != (100 + 10) / 2  # what a mean of ratios would say
 
 
+def test_the_time_to_the_first_token_is_of_the_window() -> None:
+    meter = EngineMeter(window_s=10)
+    meter.add(status(first_tokens=4, first_token_seconds=100.0), now=0)
+    assert "rollout/first_token_s" not in meter.row()
+    meter.add(status(first_tokens=8, first_token_seconds=102.0), now=4)
+    assert meter.row()["rollout/first_token_s"] == 0.5
+
+
 def test_rates_look_back_on_the_window_only() -> None:
     meter = EngineMeter(window_s=10)
     for now in range(0, 100, 5):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.types import Mode, Sample, Sampling
+from rollout.engine.types import Mode, Routing, Sample, Sampling
 from rollout.integrations.verl.server import VerlOptions, VerlService, ended
 from rollout.transport.errors import GroupFailed, InvalidRequest, RolloutError
-from tests.support.fake_engine import FakeEngine, expected
+from tests.support.fake_engine import FakeEngine, expected, fake_routes
 from tests.support.wire import serving
 
 WAIT_S = 60.0
@@ -56,6 +56,28 @@ def test_a_response_has_tokens_logprobs_and_the_trainer_s_steps(served: VerlServ
     assert done.token_ids == expected([5], 0, 6) and len(done.log_probs) == 6 and done.stop_reason == "completed"
     steps = {name: done.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")}
     assert steps == {"global_steps": 7, "min_global_steps": 7, "max_global_steps": 7}
+
+
+def test_routes_are_those_of_decoder_layers(engine: FakeEngine) -> None:
+    """verl's slot of a layer is its number in the model. Without the option there are none."""
+    engine.routing = Routing(layers=(1, 2), chosen=2, experts=60, decoder_layers=3)
+    with serving(engine) as service:
+        for routed in (True, False):
+            options = VerlOptions(address=service.endpoint, routed_experts=routed)
+            one = VerlService(options, "unused", response_length=8, prompt_length=10)
+            done = generate(one, [5, 6, 7], max_tokens=4)
+            one.close()
+            if routed:
+                assert done.routed_experts.shape == (6, 3, 2) and not done.routed_experts[:, 0].any()
+                assert (done.routed_experts[:, 1:] == fake_routes(engine.routing, 0, 6)).all()
+            else:
+                assert done.routed_experts is None
+    engine.routing = None
+    with (
+        serving(engine) as service,
+        pytest.raises(ValueError, match="enable_rollout_routing_replay: the service at .* keeps no"),
+    ):
+        VerlService(VerlOptions(address=service.endpoint, routed_experts=True), "unused", 8, 10)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rollout.engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
@@ -92,10 +93,16 @@ SHAPES = (
 
 
 def compiled(
-    kernel: Any, capability: int, constants: dict[str, Any], options: dict[str, Any], wide: bool = False
+    kernel: Any,
+    capability: int,
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    wide: bool = False,
+    other: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Compile one kernel and return its figures. `wide`: numbers in fp32, not bf16; with a constant FP8 the pool is in fp8.
-    Pointers, strides and sizes of rows are multiples of 16, as they are at a launch."""
+    other: types of arguments that are not those of `TYPES`. Pointers, strides and sizes of rows are multiples of 16, as they
+    are at a launch, but those that the kernel does not specialize."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -103,9 +110,13 @@ def compiled(
     names = kernel.arg_names
     fixed = {name: value for name, value in constants.items() if name in names}
     types = {name: FP32 if wide and kind == BF16 else kind for name, kind in TYPES.items()}
-    types |= FP8_TYPES if fixed.get("FP8") else {}
+    types |= (FP8_TYPES if fixed.get("FP8") else {}) | dict(other)
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
-    even = [signature[name].startswith(("*", "i64")) or name in ("size", "outs", "inner") for name in names]
+    even = [
+        not (each.do_not_specialize or each.do_not_specialize_on_alignment)
+        and (signature[each.name].startswith(("*", "i64")) or each.name in ("size", "outs", "inner"))
+        for each in kernel.params
+    ]
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names)) if even[i]}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -195,11 +206,84 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
         yield made | {"cut": cut, "top": top}
 
 
+MIXER_TYPES = {
+    **dict.fromkeys(("a", "skip", "dt_bias", "states", "g"), FP32), "rows": "*i64",
+    **dict.fromkeys(("key", "value", "beta", "dt", "b", "c"), BF16),
+    **dict.fromkeys(
+        ("row_stride", "slot", "x_token", "x_head", "channels", "q_token", "q_head", "v_token", "v_head", "beta_token",
+         "beta_head", "g_token", "g_head", "dt_token", "dt_head", "b_token", "b_group", "c_token", "c_group"), INT64),
+    **dict.fromkeys(("scale", "dt_least", "dt_most"), "fp32"),
+}  # fmt: skip
+"""of the arguments of recurrent mixers"""
+STATES = {"qwen3.5": (128, 128), "olmo_hybrid": (96, 192), "kimi_linear": (128, 128), "widest": (512, 64)}
+"""keys and columns of a head of a delta rule"""
+MAMBAS = {"nemotron_h": (64, 128), "falcon_h1": (64, 256), "widest": (64, 512)}
+"""channels and numbers of a head of Mamba-2"""
+
+
+def mixers(capability: int) -> Iterator[dict[str, Any]]:
+    """Yield the figures of the recurrent mixers, in bf16 and, the two of a delta rule and of Mamba-2 that differ most, fp32."""
+    from rollout.engine.cuda import recurrence_kernels
+    from rollout.engine.cuda.recurrence import CHANNELS, PLAIN, TOKENS, tile_of
+
+    def made(kernel: Any, name: str, warps: int, wide: bool, **fixed: Any) -> dict[str, Any]:
+        other = {key: FP32 if wide and kind == BF16 else kind for key, kind in MIXER_TYPES.items()}
+        other |= {"states": BF16} if kernel is recurrence_kernels.convolve and not wide else {}
+        figures = compiled(kernel, capability, fixed, {"num_warps": warps, **PLAIN}, wide, other)
+        return figures | {"of": name, "itemsize": 4 if wide else 2}
+
+    for wide in (False, True):
+        window = {"TAPS": 4, "KEPT_PAD": 4, "BIAS": True, "SILU": True, "TOKENS": TOKENS, "WIDTH": CHANNELS}
+        yield made(recurrence_kernels.convolve, "any", 4, wide, **window)
+        for name, (keys, columns) in STATES.items():
+            padded, width = tile_of(keys, columns)
+            yield made(
+                recurrence_kernels.delta_rule, name, 1, wide, HEADS=32, REPEAT=2, KEYS=keys, KEYS_PAD=padded, COLUMNS=columns,
+                WIDTH=width, BY_CHANNEL=name == "kimi_linear", NORMALIZED=True,
+            )  # fmt: skip
+        for name, (channels, numbers) in MAMBAS.items():
+            padded, width = tile_of(numbers, channels)
+            yield made(
+                recurrence_kernels.mamba2, name, 1, wide, HEADS=32, REPEAT=4, CHANNELS=channels, WIDTH=width, NUMBERS=numbers,
+                NUMBERS_PAD=padded, SKIP=True, DT_BIAS=True, SOFTPLUS=True,
+            )  # fmt: skip
+
+
+EXPERT_TYPES = {
+    **dict.fromkeys(("counts", "order", "place", "tile_expert", "tile_begin", "tile_end", "totals"), INT32), "chosen": "*i64",
+    "weights": FP32, **dict.fromkeys(("w_expert", "w_out", "w_in", "x_row"), INT64),
+    **dict.fromkeys(("choices", "width"), "i32"),
+}  # fmt: skip
+"""of the arguments of products of experts"""
+
+
+def experts(capability: int) -> Iterator[dict[str, Any]]:
+    """Yield the figures of the kernels of experts: both layouts of a matrix, both dtypes."""
+    from rollout.engine.cuda import experts_kernels
+    from rollout.engine.cuda.exact import FUSED, TILES
+    from rollout.engine.cuda.experts import CHOICES_AT_ONCE, PLAIN, WIDTH
+
+    sizes = {"EXPERTS": 128, "EXPERTS_PAD": 128, "M": TILES[2].rows, "N": CHOICES_AT_ONCE}
+    for kernel in (experts_kernels.count, experts_kernels.sort):
+        yield compiled(kernel, capability, sizes, {}, other=EXPERT_TYPES)
+    yield compiled(
+        experts_kernels.combine, capability, {"CHOICES": 8, "CHOICES_PAD": 8, "WIDTH": WIDTH}, PLAIN, other=EXPERT_TYPES
+    )
+    for itemsize, tile in TILES.items():
+        for near in ("w_in", "w_out"):  # numbers of a matrix that lie side by side: a launch makes a stride of 1 a constant
+            fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "CHOICES": 8, "BIAS": True, "WIDEN": False, near: 1}
+            options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
+            made = compiled(experts_kernels.grouped, capability, fixed, options, itemsize == 4, EXPERT_TYPES)
+            yield made | {"itemsize": itemsize, "near": near}
+
+
 def rows(capability: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of all kernels, those of attention for all shapes of heads."""
     for heads in SHAPES:
         yield from attention(capability, heads)
     yield from others(capability)
+    yield from mixers(capability)
+    yield from experts(capability)
 
 
 def in_a_process(capability: int, timeout_s: float) -> list[dict[str, Any]]:

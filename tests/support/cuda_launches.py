@@ -106,5 +106,5 @@ def _decode(columns: int, share: bool) -> Any:
         input_ids=torch.zeros((1, ROWS), dtype=torch.int64), position_ids=torch.full((1, ROWS), CONTEXT - 1),
         num_tokens=ROWS, slots=torch.zeros(ROWS, dtype=torch.int64), query_starts=np.arange(ROWS + 1, dtype=np.int32),
         context_lens=np.full(ROWS, CONTEXT, np.int32), block_table=table, logits_at=torch.arange(ROWS), num_logits=ROWS,
-        shared=np.array([[0, ROWS, columns - 1]] if share else np.zeros((0, 3)), np.int32),
+        shared=np.array([[0, ROWS, columns - 1]] if share else np.zeros((0, 3)), np.int32), windowed=None,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rollout.engine.types import Group, Limits, PartialSample, Sample, Served, TokenChunk
+from rollout.engine.types import Group, Limits, PartialSample, Routing, Sample, Served, TokenChunk
 
 VOCAB = 1000
 
@@ -40,6 +40,14 @@ def expected(prompt: list[int], index: int, count: int) -> list[int]:
     return [token(np.array(prompt), index, k) for k in range(count)]
 
 
+def fake_routes(routing: Routing, first: int, positions: int) -> np.ndarray:
+    """Routes that tell the position they are of."""
+    layers, chosen = routing.shape
+    at = np.arange(first, first + positions)[:, None, None] + 3 * np.arange(layers)[:, None] + np.arange(chosen)
+    routes: np.ndarray = (at % routing.experts).astype(routing.dtype)
+    return routes
+
+
 class FakeEngine:
     """One token a child a step. `crash_on`: a step raises while a child of a prompt that starts with it runs."""
 
@@ -48,7 +56,10 @@ class FakeEngine:
         self.vocab_size = VOCAB
         self.context = context
         self.version = 3
-        self.arithmetic = "fake/1"
+        self.arithmetic, self.block_size, self.kv_dtype = "fake/1", 16, "float32"
+        self.routing: Routing | None = None
+        self.routed: set[str] = set()
+        """groups whose prompt's routes were returned"""
         self.model = SimpleNamespace(name="fake", eos_token_ids=frozenset({2, 1}), device=None)
         self.step_s = step_s
         self.crash_on: int | None = None
@@ -117,12 +128,25 @@ class FakeEngine:
                 numbers = np.array(new, np.int32)
                 chunks.append(
                     TokenChunk(index=child.index, first=first, token_ids=numbers, logprobs=values, weight_versions=spans,
-                          raw_logprobs=raw, seed=child.group.sampling.seed or 0)
+                          raw_logprobs=raw, seed=child.group.sampling.seed or 0,
+                          routed_experts=self._routes(child, first, len(new)))
                 )  # fmt: skip
         return chunks
 
     def status(self) -> dict[str, object]:
         return {"running": sum(map(len, self.groups.values())), "version": np.int64(self.version), "kv": {"used": 0}}
+
+    def _routes(self, child: Child, first: int, tokens: int) -> np.ndarray | None:
+        """Return the routes of some tokens of a child, if it wants any."""
+        if self.routing is None or not child.group.sampling.routed_experts or not tokens:
+            return None
+        return fake_routes(self.routing, len(child.group.prompt) - 1 + first, tokens)
+
+    def _prompt_routes(self, child: Child) -> np.ndarray | None:
+        if self.routing is None or not child.group.sampling.routed_experts or child.group.id in self.routed:
+            return None
+        self.routed.add(child.group.id)
+        return fake_routes(self.routing, 0, len(child.group.prompt) - 1)
 
     def _end(self, child: Child, reason: str) -> Sample:
         siblings = self.groups[child.group.id]
@@ -145,6 +169,8 @@ class FakeEngine:
             weight_versions=spans,
             prompt_tokens=len(child.group.prompt),
             seed=child.group.sampling.seed or 0,
+            routed_experts=self._routes(child, 0, count),
+            prompt_routed_experts=self._prompt_routes(child),
         )
 
 

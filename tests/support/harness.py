@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.engine.kv.block import BlockCopies, PoolCounts, SlotCounts
+from rollout.engine.kv.block import BlockCopies, PoolCounts, SlotCounts, WindowCounts
 from rollout.engine.scheduling.output import copies_failed
 from rollout.engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import Vocabulary, stops_of
 from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling
+from rollout.transport.checks import version_at
 from tests.support.configs import engine_config
 from tests.support.invariants import check
 from tests.support.plans import sent
@@ -140,22 +141,45 @@ def check_lag(sample: Sample, lag: int | None) -> None:
     assert lag is None or not versions or versions[-1] - versions[0] <= lag
 
 
+def check_kv_versions(sample: Sample, read: dict[tuple[str, int, int], list[int]]) -> None:
+    """Assert that a sample says which weights computed the KV that each of its draws attended to."""
+    for at in range(len(sample.token_ids)):
+        attended = read.get((sample.group_id, sample.index, at))
+        if attended is not None:
+            said = [version_at(sample.weight_versions, at)] * (sample.prompt_tokens + at)
+            for token, position, version in sample.kv_versions:
+                if token <= at:
+                    said[position:] = [version] * len(said[position:])
+            assert said == attended, "a sample attended to KV of other weights than it says"
+
+
 class Harness:
     def __init__(
-        self, device_blocks: int, host_blocks: int, overlap: bool = False, slots: SlotCounts | None = None, **config: Any
+        self,
+        device_blocks: int,
+        host_blocks: int,
+        overlap: bool = False,
+        slots: SlotCounts | None = None,
+        windows: WindowCounts | None = None,
+        **config: Any,
     ) -> None:
-        """slots: of recurrent state, if the model is to have any: the state after a token is its cell."""
+        """slots: of recurrent state, if the model is to have any: the state after a token is its cell. windows: of layers with
+        a sliding window, if it is to have any: their cells are the same, in pools of their own."""
         self.config = engine_config(kv_tokens=1, **config)
         self.now = 0.0
         """of the scheduler's clock; a token takes TOKEN_S"""
-        pools = PoolCounts(device_blocks, host_blocks, device_blocks, slots)
+        pools = PoolCounts(device_blocks, host_blocks, device_blocks, slots, windows)
         self.scheduler = Scheduler(self.config, pools, clock=lambda: self.now)
         self.states, self.host_states = ([[None]] * each for each in slots or (0, 0))
         self.copied_states = 0
+        self.inputs: list[tuple[list[int], int]] = []
+        """of each row of the newest step: its tokens, and the version of the weights"""
         self.snapshots: dict[bytes, list[Cell | None]] = {}
         size = self.config.block_size
         self.device: list[list[Cell | None]] = [[None] * size for _ in range(device_blocks)]
         self.host: list[list[Cell | None]] = [[None] * size for _ in range(host_blocks)]
+        self.windows, pools_of_windows = windows, (windows.device, windows.host) if windows else (0, 0)
+        self.window_device, self.window_host = ([[None] * size for _ in range(each)] for each in pools_of_windows)
         self.groups: dict[str, Group] = {}
         self.oldest: dict[str, int] = {}
         """oldest version whose KV a group may read, from when it began"""
@@ -165,6 +189,8 @@ class Harness:
         self.turns: dict[tuple[str, int], list[Cell | None]] = {}
         """KV of the children that ended"""
         self.got: dict[tuple[str, int], Sample] = {}
+        self.read: dict[tuple[str, int, int], list[int]] = {}
+        """which versions computed the KV that each draw attended to, by group, child and tokens of output before it"""
         self.overlap = overlap
         self.flight: tuple[Plan, SampledTokens] | None = None
         """the step that was launched and is not committed"""
@@ -228,6 +254,7 @@ class Harness:
     def take(self, samples: list[Sample]) -> None:
         for sample in samples:
             assert (sample.group_id, sample.index) not in self.got, "a child was delivered twice"
+            check_kv_versions(sample, self.read)
             self.got[sample.group_id, sample.index] = sample
 
     def refresh(self, kv: str) -> None:
@@ -261,12 +288,15 @@ class Harness:
             self.oldest.setdefault(group.id, self.scheduler.state.version - group.sampling.max_kv_lag)
         if plan.moves.mirrors and self.mirrors_fail:
             fail_copy = plan.moves.blocks - len(plan.moves.mirrors)
-        moves = plan.state_moves.blocks + plan.moves.blocks
-        if moves and fail_copy is not None:
-            self.move_all(plan, fail_copy)
+        moves = plan.state_moves.blocks + plan.moves.blocks + plan.window_moves.blocks
+        advances = len(plan.state_advances)
+        if (moves and fail_copy is not None) or (advances and fail_copy == 0):
+            if self.advance(plan, fails=fail_copy == 0):
+                self.move_all(plan, fail_copy)
             self.land()
             copies_failed(self.scheduler.state, plan.step)
             return
+        self.advance(plan)
         self.move_all(plan, None)
         for store in self.scheduler.state.stores:
             store.moved()
@@ -290,12 +320,30 @@ class Harness:
         if flight is not None:
             self.take(self.scheduler.commit(*flight))
 
+    def advance(self, plan: Plan, fails: bool = False) -> bool:
+        """Advance the states of rows with drafts. Returns whether that was done; fails: it spoils them."""
+        states = []
+        for row, tokens, read, _ in plan.state_advances.tolist():
+            state, (inputs, version) = self.states[read][0] if read >= 0 else None, self.inputs[row]
+            for token in inputs[:tokens]:
+                state = cell(state, token, version)
+            states.append(state)
+        for state, written in zip(states, plan.state_advances[:, 3].tolist(), strict=True):
+            self.states[written] = [(-1, -1, -1)] if fails else [state]
+        if len(states) and not fails:
+            self.scheduler.advanced(0.0)
+        return not (fails and states)
+
     def move_all(self, plan: Plan, stop: int | None) -> None:
         """Copy states and KV; the copies stop after `stop` of them."""
         states = plan.state_moves.blocks
         self.copied_states += self.move(plan.state_moves, stop, self.states, self.host_states)
         if stop is None or stop >= states:
-            self.copied_blocks += self.move(plan.moves, None if stop is None else stop - states)
+            left = None if stop is None else stop - states
+            self.copied_blocks += self.move(plan.moves, left)
+            if left is None or left >= plan.moves.blocks:
+                left = None if left is None else left - plan.moves.blocks
+                self.move(plan.window_moves, left, self.window_device, self.window_host)
 
     def move(self, moves: BlockCopies, stop: int | None, device: Any = None, host: Any = None) -> int:
         """Copy between two pools, those of KV if none are given. Returns how many copies were made."""
@@ -334,6 +382,7 @@ class Harness:
                 assert block.owners == 1 or position // size < start // size or start % size == 0
                 before = self.device[slots[(position - 1) // size]][(position - 1) % size] if position else None
                 self.device[slots[position // size]][position % size] = cell(before, next(left), version)
+        self.compute_windows(plan)
         rules = rules_by_draw(plan)
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -356,6 +405,8 @@ class Harness:
                     own = draw(context, int(plan.sampling["seed"][at]), int(plan.sampling["index"][at]), rules.get(at, ()))
                     assert plan.given[at] < 0 or rules.get(at, ()) == rules_of(state.group, list(context[seq.num_prompt :]))
                     tokens.append(own if plan.given[at] < 0 else int(plan.given[at]))
+                    key = state.group.id, int(plan.sampling["index"][at]), int(plan.positions[at])
+                    self.read[key] = [each[1] for each in cells[: len(context)] if each]
                     logprobs.append(logprob(context, tokens[-1]))
         return SampledTokens(
             np.array(tokens, np.int32),
@@ -365,21 +416,46 @@ class Harness:
             most_probable(tokens, plan),
         )
 
+    def compute_windows(self, plan: Plan) -> None:
+        """Write the cells of each row into the blocks of its window. Those that its queries attend to must be those of the full
+        blocks."""
+        if self.windows is None:
+            return
+        size, tables = self.config.block_size, zip(plan.block_table.tolist(), plan.window_table.tolist(), strict=True)
+        starts, ends = plan.starts.tolist(), (plan.starts + plan.counts).tolist()
+        for seq, start, end, (full, window) in zip(self.scheduler.sequences_of(plan), starts, ends, tables, strict=True):
+            columns = [0] * seq.window_first + [block.device for block in seq.window]
+            assert window[: len(columns)] == columns and not any(window[len(columns) :])
+            for position in range(start, end):
+                block = seq.window[position // size - seq.window_first]
+                assert block.owners == 1 or position // size < start // size or start % size == 0
+                self.window_device[window[position // size]][position % size] = self.device[full[position // size]][
+                    position % size
+                ]
+            for position in range(max(0, start - self.windows.tokens + 1), end):
+                at, inside = position // size, position % size
+                assert at >= seq.window_first, "a block left the window too early"
+                assert self.window_device[window[at]][inside] == self.device[full[at]][inside], "a window has other KV"
+
     def compute_states(self, plan: Plan, ids: list[int]) -> None:
         """Advance the state of each row by its tokens. The cell of a token behind the state must be that behind its KV."""
         reads, writes = plan.state_reads.tolist(), plan.state_writes.tolist()
-        assert len(set(writes)) == len(writes), "two rows write one slot"
-        readers = Counter(reads)
-        assert all(readers[to] == (came == to) for came, to in zip(reads, writes, strict=True)), "a slot is written and read"
+        written = [slot for slot in writes if slot >= 0]
+        assert len(set(written)) == len(written), "two rows write one slot"
+        readers, slots = Counter(reads), zip(reads, writes, strict=True)
+        assert all(readers[to] == (came == to) for came, to in slots if to >= 0), "a slot is written and read"
         before = [self.states[slot][0] if slot >= 0 else None for slot in reads]
-        left, size = iter(ids), self.config.block_size
+        left, size, self.inputs = iter(ids), self.config.block_size, []
         rows = zip(before, writes, plan.starts.tolist(), plan.counts.tolist(), plan.block_table.tolist(), strict=True)
         for state, slot, start, count, table in rows if len(writes) else ():
             kv = self.device[table[(start - 1) // size]][(start - 1) % size] if start else None
             assert state == kv, "a state is not that of the tokens before its row"
-            for _ in range(count):
-                state = cell(state, next(left), self.scheduler.state.version)
-            self.states[slot] = [state]
+            tokens, version = [next(left) for _ in range(count)], self.scheduler.state.version
+            self.inputs.append((tokens, version))
+            for token in tokens:
+                state = cell(state, token, version)
+            if slot >= 0:
+                self.states[slot] = [state]
 
     def check(self) -> None:
         """Assert every invariant: the store's, and that what the index finds is there, on the device and in host memory."""
@@ -391,17 +467,38 @@ class Harness:
                 assert block.device is None or self.device[block.device] == self.stamped[block.key]  # type: ignore[index]
                 assert block.host is None or self.host[block.host] == self.stamped[block.key]  # type: ignore[index]
         self.check_snapshots()
+        self.check_windows()
         for prefix, group in self.scheduler.state.groups.items():
             assert len(group.sequences) <= self.groups[prefix].sampling.n
 
     def check_snapshots(self) -> None:
         """Assert that the snapshots of states are as they were left."""
-        for store in self.scheduler.state.stores[1:]:
-            for key in store.index.keys():
-                block = store.index.get(key)
+        states = self.scheduler.state.states
+        if states is not None:
+            for key in states.store.index.keys():
+                block = states.store.index.get(key)
                 assert block is not None
                 now = self.host_states[block.host] if block.device is None else self.states[block.device]
                 assert self.snapshots.setdefault(key, now) == now, "a snapshot was written over"
+
+    def check_windows(self) -> None:
+        """Assert that the blocks of windows that the index finds have the KV of the full blocks with their keys, and that a
+        sequence holds no more than its window, and what its newest row computed."""
+        state = self.scheduler.state
+        if state.windows is None:
+            return
+        for key in state.windows.store.index.keys():
+            block = state.windows.store.index.get(key)
+            assert block is not None and key == block.key
+            assert block.device is None or self.window_device[block.device] == self.stamped[key]
+            assert block.host is None or self.window_host[block.host] == self.stamped[key]
+        size = self.config.block_size
+        newest = {row.seq: row.count for rows in state.in_flight.values() for row in rows}
+        for seq in [*state.running, *state.waiting, *state.pinned]:
+            assert self.windows is not None
+            assert len(seq.window) <= self.windows.most_held(size) - (-newest.get(seq, 0) // size), (
+                "blocks stay behind a window"
+            )
 
     def finish(self, most_steps: int = 5000) -> None:
         """Run to the end; every child is there, is what it must be, and no block is left over."""
@@ -495,7 +592,9 @@ def with_given(group: Group) -> Group:
     return msgspec.structs.replace(group, partials=tuple(children), score=True)
 
 
-def random_harness(r: random.Random, foreground_s: float, drafts: int, slots: SlotCounts | None = None) -> Harness:
+def random_harness(
+    r: random.Random, foreground_s: float, drafts: int, slots: SlotCounts | None = None, windows: WindowCounts | None = None
+) -> Harness:
     size = r.choice([1, 2, 4, 8])
     return Harness(
         r.choice([10, 16, 32, 128]),
@@ -512,7 +611,13 @@ def random_harness(r: random.Random, foreground_s: float, drafts: int, slots: Sl
         foreground_s=foreground_s,
         drafts=drafts,
         slots=slots,
+        windows=windows,
     )
+
+
+def random_windows(r: random.Random) -> WindowCounts:
+    """Draw the pools of layers with a window: at least the blocks of one sequence."""
+    return WindowCounts(r.choice([1, 2, 3, 7, 8, 16, 24]), r.choice([26, 30, 40, 128]), r.choice([0, 3, 30, 200]))
 
 
 def random_slots(r: random.Random) -> SlotCounts:
@@ -567,13 +672,18 @@ LOGIT_RULES: list[dict[str, Any]] = [
 
 
 def random_schedule(
-    seed: int, operations: int = 50, on_check: Callable[[Harness], None] = Harness.check, recurrent: bool = False
+    seed: int,
+    operations: int = 50,
+    on_check: Callable[[Harness], None] = Harness.check,
+    recurrent: bool = False,
+    windows: bool = False,
 ) -> Harness:
     """Submit, abort, refresh, step and broken copies in random order and at random times, the invariants checked after each.
-    recurrent: of a model with recurrent state, which drafts nothing."""
+    recurrent: of a model with recurrent state. windows: of one that has layers with a sliding window."""
     r, time, more, turns, changes, bounds = (random.Random(seed) for _ in range(6))
     drafts, slots = more.choice([0, 2, 6]), random_slots(random.Random(seed)) if recurrent else None
-    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), 0 if recurrent else drafts, slots)
+    sliding = random_windows(random.Random(seed)) if windows else None
+    h = random_harness(r, time.choice([0.0, 0.1, 1.0]), drafts, slots, sliding)
     base = [r.randrange(1, VOCAB) for _ in range(40)]
     breaks = r.random() < 0.4
     lags = r.choice([[0], [0, 1, 2], [2]])
@@ -620,9 +730,9 @@ def random_schedule(
     return h
 
 
-def conversations(seed: int, recurrent: bool = False) -> Harness:
+def conversations(seed: int, recurrent: bool = False, windows: bool = False) -> Harness:
     """Run turns to the end, many of them over refreshes and with tools that say much. recurrent: of a model with recurrent
-    state."""
+    state. windows: of one that has layers with a sliding window."""
     r = random.Random(seed)
     h = Harness(
         r.choice([24, 48, 128]),
@@ -636,6 +746,8 @@ def conversations(seed: int, recurrent: bool = False) -> Harness:
         min_run_tokens=r.choice([0, 4]),
         overlap=r.random() < 0.5,
         slots=random_slots(random.Random(seed)) if recurrent else None,
+        drafts=random.Random(seed + 1).choice([0, 2, 6]) if recurrent else 0,
+        windows=random_windows(random.Random(seed)) if windows else None,
     )
     lags = r.choice([[0], [0, 1]])
     for number in range(60):
@@ -656,12 +768,16 @@ def conversations(seed: int, recurrent: bool = False) -> Harness:
     return h
 
 
-def tight_schedule(seed: int) -> None:
-    """Run groups of up to 32 children to the end over a pool that hardly holds one of them."""
+def tight_schedule(seed: int, windows: bool = False) -> None:
+    """Run groups of up to 32 children to the end over a pool that hardly holds one of them. windows: of a model that has layers
+    with a sliding window, in a pool that hardly holds one sequence's."""
     r = random.Random(seed)
     size = r.choice([2, 4, 8])
     longest = r.randrange(8, 60)
     blocks = -(-longest // size)
+    more = random.Random(seed)
+    width = more.choice([1, 3, 8, 20])
+    sliding = WindowCounts(width, int((-(-width // size) + 2) * more.uniform(1.0, 2.0)), more.choice([0, 3, 400]))
     h = Harness(
         int(blocks * r.uniform(1.0, 1.5)),
         r.choice([0, 5, 400]),
@@ -674,6 +790,7 @@ def tight_schedule(seed: int) -> None:
         lookahead_blocks=r.choice([1, 2]),
         overlap=r.random() < 0.5,
         drafts=r.choice([0, 3]),
+        windows=sliding if windows else None,
     )
     for number in range(r.randrange(1, 5)):
         prompt = [r.randrange(1, 97) for _ in range(r.randrange(1, longest))]

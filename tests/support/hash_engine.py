@@ -24,6 +24,7 @@ from rollout.engine.types import (
     Limits,
     Mode,
     Refreshed,
+    Routing,
     Sample,
     Served,
     TensorInfo,
@@ -133,7 +134,8 @@ class HashEngine:
     def __init__(self, step_s: float = 0.0, fault: str = "", max_num_seqs: int = 64) -> None:
         self.limits = Limits()
         self.vocab_size, self.context, self.version = VOCAB, 100_000, 0
-        self.arithmetic = "hash/1"
+        self.arithmetic, self.block_size, self.kv_dtype = "hash/1", 16, "float32"
+        self.routing: Routing | None = None
         self.model = SimpleNamespace(name="hash", eos_token_ids=frozenset(), device=None)
         self.step_s, self.fault, self.max_num_seqs = step_s, fault, max_num_seqs
         self.weights = self  # what the service asks of weights is here as well

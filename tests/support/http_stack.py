@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from rollout.client.api import RolloutClient
+from rollout.engine.types import Routing
 from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import Gateway, gateway
@@ -41,8 +42,9 @@ class Stack(msgspec.Struct):
 
 
 @contextmanager
-def stack_of(tiny_model: Path, **settings: Any) -> Iterator[Stack]:
+def stack_of(tiny_model: Path, routing: Routing | None = None, **settings: Any) -> Iterator[Stack]:
     engine, end = FakeEngine(), LoopbackService()
+    engine.routing = routing
     with (
         serving(engine, end),
         RolloutClient(transport=end.connect()) as client,

@@ -35,12 +35,30 @@ def check(scheduler: Scheduler) -> None:
     for seq in state.pinned:
         owners.update(seq.blocks)
         assert seq.ended and not seq.running and len(seq.blocks) == -(-seq.cached // state.config.block_size)
-    assert state.pinned.blocks == Counter(block for seq in state.pinned for block in seq.blocks)
+    assert state.pinned.blocks == Counter(block for seq in state.pinned for block in (*seq.blocks, *seq.window))
     assert len(running) + len(waiting) == sum(len(group.sequences) for group in state.groups.values())
     check_table(state.table)
     check_store(state.store, owners, users)
     if state.states is not None:
         check_states(state)
+    if state.windows is not None:
+        check_windows(state)
+
+
+def check_windows(state: SchedulerState) -> None:
+    """Assert that a sequence holds the blocks that its next token attends to, and that every block is accounted for."""
+    owners: Counter[Block] = Counter()
+    users: Counter[Block] = Counter()
+    assert state.windows is not None and state.table.windows is not None
+    wanted = np.zeros_like(state.table.windows)
+    for seq in [*state.running, *state.waiting, *state.pinned]:
+        owners.update(seq.window)
+        users.update(seq.window if seq.running else ())
+        assert seq.window_first + len(seq.window) == len(seq.blocks) and seq.window_first <= state.windows.first(seq.cached)
+        if seq.running:
+            wanted[seq.place, seq.window_first : len(seq.blocks)] = [block.device for block in seq.window]
+    assert np.array_equal(state.table.windows, wanted), "a table names other blocks than a window has"
+    check_store(state.windows.store, owners, users)
 
 
 def check_states(state: SchedulerState) -> None:

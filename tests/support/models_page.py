@@ -1,4 +1,4 @@
-"""docs/models.md: what becomes of every causal model type of transformers.
+"""docs/models.md: which causal model types of transformers are right, and why the others are refused.
 
 python -m tests.support.models_page                    writes the page from docs/models.jsonl
 python -m tests.support.models_page --sweep            computes these results first, in about ten minutes
@@ -110,25 +110,25 @@ TEXT = """# Models
 
 <!-- written by python -m tests.support.models_page -->
 
-A causal language model runs as it is if its attention, its recurrence and its experts go through the functions that
-transformers has for them. Of the {types} causal model types of transformers {transformers}, {right} are right,
-{refused_types} are refused at load, by name and with the reason, and {not_built_types} could not be tested. Which checks refuse
-a model: [refused.md](decisions/refused.md).
+A causal language model runs unmodified if it calls transformers' functions for attention, recurrence and experts. Of the
+{types} causal model types of transformers {transformers}, {right} are right, {refused_types} are refused at load, by name
+and with the reason, and {not_built_types} could not be tested. [refused.md](decisions/refused.md) describes the checks.
 
-Each type is a small model with random weights, with the kinds of layers of its published checkpoints, four layers or more. Its
-samples are compared with the module's plain forward in each of these settings: {settings}.
-In fp32, right means log-probs within 1e-5 in all of them. Where that is not reached, and in bf16, the engine must be at most 3
-times as far as the plain forward from the same weights in a finer format (fp64, fp32), on average. Configurations:
-`tests/support/families.py`. Results: [models.jsonl](models.jsonl).
+The tested model of a type is small and has random weights, four layers or more, and the kinds of layers of published
+checkpoints. Its samples are compared with the module's plain forward in each of these settings: {settings}.
+A type is right in fp32 if log-probs differ by at most 1e-5 in all settings. Otherwise, and in bf16, both forwards are compared
+with the same weights in a finer format (fp64 for fp32, fp32 for bf16): on average, the engine may differ from that at most 3
+times as much as the plain forward. Configurations: `tests/support/families.py`. Results: [models.jsonl](models.jsonl).
 
 {summary}
 ## Right
 
 {runs}
-*Native layers*: all decoder layers in one call. *Module, our kernels*: transformers' code with the products, attention,
-convolutions and scans of this package. In both, a token's bits do not depend on the batch. *Module, torch's products*: some
-product is torch's, and samples may depend on the batch in their last bits; the log names the reason at load. Measured on an x86
-CPU, in bf16; for CUDA see [cuda.md](decisions/cuda.md).
+*Native layers*: C code runs all decoder layers in one call. *Module, our kernels*: transformers' code runs with the products,
+attention, convolutions and scans of this package. In both cases a token's bits do not depend on the batch. *Module, torch's
+products*: torch computes some product, so the last bits of samples may depend on the batch; the log gives the reason at load.
+The column is for bf16 on an x86 CPU. On CUDA recurrent layers run in Triton, and experts too with `exact`: see
+[cuda.md](decisions/cuda.md). Modules that text never reaches, such as towers for images, stay as they are.
 
 {served}
 ## Refused
@@ -136,7 +136,7 @@ CPU, in bf16; for CUDA see [cuda.md](decisions/cuda.md).
 {refused}{bad}
 ## Not built
 
-No small model of these types was made here, so only the self-check at load applies to them.
+There is no small test model of these types. Only the self-check at load tests them.
 
 {not_built}"""
 

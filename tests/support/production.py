@@ -3,6 +3,7 @@ and one step of the Triton backend over them, its partial results full of NaN as
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from rollout.engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 32
-REPEATS = 50 if DEVICE == "cuda" else 2
+REPEATS = int(os.environ.get("REPEATS", 50 if DEVICE == "cuda" else 2))
+"""times that a step is computed; under compute-sanitizer each takes seconds"""
 
 
 class Heads(NamedTuple):

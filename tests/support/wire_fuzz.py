@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from rollout.engine.types import Limits, PartialSample, Refreshed, Routing, Sample, Sampling, TokenChunk
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_partials, pack_progress, pack_samples
 from rollout.transport.frames import DTYPES, pack
@@ -32,8 +32,10 @@ PARTIALS = [
         raw_logprobs=np.full(len(tokens), -1.5, np.float32),
         top_ids=np.arange(2 * len(tokens), dtype=np.int32).reshape(-1, 2),
         top_logprobs=np.full((len(tokens), 2), -0.25, np.float32),
+        kv_versions=kv,
+        routed_experts=np.arange(6 * len(tokens), dtype=np.uint8).reshape(-1, 3, 2),
     )
-    for index, tokens, spans in ((0, [11, 5, 9], [(0, 3), (1, 4)]), (2, [40], [(0, 4)]))
+    for index, tokens, spans, kv in ((0, [11, 5, 9], [(0, 3), (1, 4)], [(1, 0, 3), (1, 7, 4)]), (2, [40], [(0, 4)], []))
 ]
 
 
@@ -52,6 +54,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     m.Submit("g", np.array([5], np.int32), SAMPLING, 18, indices=(0, 2), partials=pack_partials(PARTIALS)),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 19, indices=(0, 2), partials=pack_partials(PARTIALS), score=True),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 19, after=("grüppe/1", 3)),
+    m.Submit("g", np.array([5], np.int32), SAMPLING, 19, partials=pack_partials(PARTIALS), score=True, redraw=True),
     m.Submit("g", np.array([5], np.int32), SAMPLING, 20, 4, require_digest="ab" * 32),
     m.Abort(["a", "b"]),
     m.Ack([("a", 0), ("a", 1)]),
@@ -83,6 +86,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
 SERVICE_MESSAGES: list[msgspec.Struct] = [
     m.Welcome(1, 5, "00ff", "model", 49152, 8192, (0, 2), 3, Limits(max_n=5), ("weights",)),
     m.Welcome(1, 0, "", "", 1, 1, (), 0, Limits(), (), m.digests([bytes(16), b"0123456789abcdef"])),
+    m.Welcome(1, 5, "00ff", "model", 49152, 8192, (0, 2), 3, Limits(), routing=Routing((1, 2), 8, 512, 3)),
     m.Refused("invalid_request", "n=0: must be …", "g"),
     m.Refused("busy", "later", None, 3),
     pack_samples(
@@ -100,6 +104,9 @@ SERVICE_MESSAGES: list[msgspec.Struct] = [
                 seconds=0.25,
                 top_ids=np.array([[1, 5], [2, -1]], np.int32),
                 top_logprobs=np.array([[-0.5, -0.75], [0.0, -np.inf]], np.float32),
+                kv_versions=[(1, 0, 4), (1, 3, 5)],
+                routed_experts=np.arange(16, dtype=np.uint16).reshape(2, 2, 4),
+                prompt_routed_experts=np.zeros((2, 2, 4), np.uint16),
             )
         ],
     ),

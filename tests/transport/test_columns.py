@@ -60,6 +60,6 @@ def test_joined_columns_own_their_memory() -> None:
 def test_an_optional_array_that_a_part_lacks_is_dropped() -> None:
     r = random.Random(1)
     both = TokenColumns.concat([columns(r, 3), columns(r, 2, raw=False)])
-    assert both.raw_logprobs is None and both.layout == (False, 2) and len(both.token_ids) == 5
-    assert no_tokens().nbytes == 0 and no_tokens().layout == (False, 0)
+    assert both.raw_logprobs is None and both.layout == (False, 2, None) and len(both.token_ids) == 5
+    assert no_tokens().nbytes == 0 and no_tokens().layout == (False, 0, None)
     assert columns(r, 3).nbytes == 3 * (4 + 4 + 4 + 8 + 8)

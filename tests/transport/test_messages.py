@@ -55,10 +55,13 @@ def test_what_children_have_changes_the_digest() -> None:
     assert packed is not None
     submits = [msgspec.structs.replace(SUBMIT, partials=packed)]
     for name in packed.__struct_fields__:
-        other = getattr(packed, name).copy()
-        other.reshape(-1)[0] += 1
+        if isinstance(value := getattr(packed, name), list):
+            other: Any = [value[0] + np.uint8(1), *value[1:]]
+        else:
+            other = value.copy()
+            other.reshape(-1)[0] += 1
         submits.append(msgspec.structs.replace(SUBMIT, partials=msgspec.structs.replace(packed, **{name: other})))
-    assert len({digest(submit) for submit in submits}) == 9
+    assert len({digest(submit) for submit in submits}) == 11
 
 
 def test_begun_children_arrive_as_they_were_sent() -> None:
@@ -195,7 +198,7 @@ def test_samples_arrive_as_they_were_sent() -> None:
         {"seeds": [7, -1]},
         {"seeds": [7, 2**63]},
         {"prompt_tokens": [5, 9, 5]},
-        {"ended": [Ended(2, 0, 5, "stop", [], 0.0, 0, None, None, None)]},
+        {"ended": [Ended(2, 0, 5, "stop", [], 0.0, 0, None, None, None, None)]},
         {"ended": []},
     ],
 )

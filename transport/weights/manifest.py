@@ -60,7 +60,10 @@ def _unpack(data: np.ndarray, most: int, decoder: msgspec.msgpack.Decoder[list[T
         raise InvalidRequest(f"a {what} of {len(data)} bytes: at most {ENTRY_BYTES} for each of the model's {most} tensors")
     entries = _length(data[:5].tobytes())
     if entries > most:
-        raise InvalidRequest(f"the {what} lists {entries} tensors, the model has {most}")
+        raise InvalidRequest(
+            f"the {what} lists {entries} tensors, the model has {most} (of experts, all in one tensor: to send one for each, "
+            "see rollout.models.stacked_experts; a folder needs save_pretrained(…, save_original_format=False))"
+        )
     try:
         return decoder.decode(data.data)
     except MALFORMED as error:

@@ -1,4 +1,4 @@
-/* Attention over paged KV on CPUs, in one file without headers of torch.
+/* Attention over paged KV on CPUs.
 
    The result of a query depends on its own tokens alone. A query meets its context unit by unit, a unit being the
    blocks of UNIT tokens from a multiple of UNIT on, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022),
@@ -39,7 +39,7 @@ enum {
     MOST = VL == 16 ? 4 : 2, /* and vectors that share those of a query: as many as fit the registers */
     MAX_QUERIES = 192,                    /* of one item */
     CHUNK_QUERIES = 48,                   /* wanted of one chunk and one kv head: their state stays in the L1/L2 cache */
-    MAX_DIM = 512,
+    MAX_DIM = 576,
     MAX_NUMBERS = MAX_QUERIES * 256, /* of all queries of one item: wide heads have fewer queries */
     MAX_BLOCK = 512,
     UNIT = 128,          /* tokens of small blocks that are met as one: they share a maximum, and loads and stores of acc */
@@ -639,14 +639,15 @@ void rollout_attend(const Step *s, int64_t layer, int64_t window, float scaling,
     }
 }
 
-/* The calls of layers 0 … n - 1 for `rollout_attend_within`, with values as wide as keys, without caps and sinks. q, k, v and out
-   [tokens][heads][dim] serve each layer in turn. */
-void rollout_calls(Call *to, const Step *s, int64_t n, const float *scaling, const int64_t *window, const void *q, const void *k,
-                   const void *v, void *out) {
+/* The calls of n layers for `rollout_attend_within`, each over the blocks of its step s[i], as layer at[i] of their pool, with
+   values as wide as keys, without caps and sinks. q, k, v and out [tokens][heads][dim] serve each layer in turn; the heads of q
+   are `q_head` apart. */
+void rollout_calls(Call *to, const Step *const *s, const int64_t *at, int64_t n, const float *scaling, const int64_t *window,
+                   const void *q, int64_t q_head, const void *k, const void *v, void *out) {
     for (int64_t i = 0; i < n; i++)
-        to[i] = (Call){.step = s, .layer = i, .window = window[i], .scale = scaling[i] * 1.4426950408889634f, .q = q, .k = k,
-                       .v = v, .q_token = s->q_heads * s->dim, .k_token = s->kv_heads * s->dim,
-                       .v_token = s->kv_heads * s->dim, .q_head = s->dim, .k_head = s->dim, .v_head = s->dim, .out = out};
+        to[i] = (Call){.step = s[i], .layer = at[i], .window = window[i], .scale = scaling[i] * 1.4426950408889634f, .q = q, .k = k,
+                       .v = v, .q_token = s[i]->q_heads * q_head, .k_token = s[i]->kv_heads * s[i]->dim,
+                       .v_token = s[i]->kv_heads * s[i]->dim, .q_head = q_head, .k_head = s[i]->dim, .v_head = s[i]->dim, .out = out};
 }
 int64_t rollout_call_bytes(void) { return sizeof(Call); }
 

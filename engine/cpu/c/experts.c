@@ -1,4 +1,5 @@
-/* Products of experts: each with the rows of the tokens that chose it, all in one parallel region, and the sum of a token's results.
+/* Products of a mixture's experts, each with the rows of the tokens that chose it, in one parallel region; then the sum of a token's
+   results.
 
    Rows are sorted by expert. A group is an expert with at least one row. Sums and roundings are those of linear.c, so a row has the
    same bits whichever rows share its expert. */
@@ -57,7 +58,7 @@ static void gather(Worker *w, const Grouped *g, const Product *product, int64_t 
     }
 }
 
-/* Work: (group, panel, ROWS rows). */
+/* Work: (group, panel or SPAN of them, ROWS rows). */
 static void grouped(void *worker, void *work) {
     Worker *w = worker;
     const Grouped *g = work;
@@ -70,18 +71,19 @@ static void grouped(void *worker, void *work) {
         barrier(w);
     }
     const Linear any = weights_of(g, 0, 0);
-    const int64_t all_panels = panels(&any, product), items = all_panels * g->parts[g->groups];
+    const int64_t span = any.by_input ? SPAN : 1, spans = (panels(&any, product) + span - 1) / span;
+    const int64_t items = spans * g->parts[g->groups];
     if (product->begin) product->begin();
     for (int64_t i, group = 0; (i = take(w, items)) >= 0;) {
-        group = group_of(g, g->parts, all_panels, i, group);
-        const int64_t parts = g->parts[group + 1] - g->parts[group], local = i - all_panels * g->parts[group];
-        const int64_t panel = local / parts, first = local % parts * ROWS;
+        group = group_of(g, g->parts, spans, i, group);
+        const int64_t parts = g->parts[group + 1] - g->parts[group], local = i - spans * g->parts[group];
+        const int64_t panel = local / parts * span, first = local % parts * ROWS, left = panels(&any, product) - panel;
         const Linear l[2] = {weights_of(g, group, 0), weights_of(g, group, 1)};
         Ahead next = {NULL, NULL};
-        const int64_t then = group_of(g, g->parts, all_panels, i + w->threads, group);
+        const int64_t then = group_of(g, g->parts, spans, i + w->threads, group);
         if (then < g->groups) {
             const Linear of = weights_of(g, then, 0);
-            const int64_t at = i + w->threads - all_panels * g->parts[then];
+            const int64_t at = i + w->threads - spans * g->parts[then];
             next = panel_of(&of, at / (g->parts[then + 1] - g->parts[then]), NULL, product);
         }
         const Ahead ahead[2] = {g->gated ? panel_of(&l[1], panel, NULL, product) : next, next};
@@ -89,7 +91,7 @@ static void grouped(void *worker, void *work) {
                             .out = {(char *)g->out + bytes_of(&any, g->begin[group] * any.outputs)}};
         const char *x = packed_block ? (const char *)g->packed + g->blocks[group] * packed_block
                                      : (const char *)(g->k ? g->gathered : g->x) + g->begin[group] * row;
-        multiply_panel(&p, product, 0, panel, ahead, x, first, tuning, s);
+        multiply_panels(&p, product, panel, left < span ? left : span, ahead, x, first, tuning, s);
     }
     if (product->end) product->end();
 }

@@ -1,4 +1,4 @@
-/* Mode of the floating-point unit that flushes denormal numbers to zero. */
+/* Switches the floating-point mode that flushes denormal numbers to zero. */
 #pragma once
 
 #include "vectors.h"

@@ -1,19 +1,25 @@
-/* All layers of a Llama-like decoder except attention, in bf16 or fp32, on any CPU.
+/* All layers of a decoder in one parallel region, in bf16 or fp32, on any CPU.
 
-   Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here all layers are one parallel
-   region, or one from attention to attention where that is called from Python:
+   Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here a model is a list of steps, each
+   with a barrier behind it:
 
-       x ─ o_proj(attention) + residual ─ norm ─ silu(gate) · up ─ down + residual ─► x ─ norm ─ q, k, v ─ rope ─► attention
-           └──────────────────────── layer i ───────────────────────────────────┘         └──── layer i + 1 ────┘
+       norm ─ multiply (q, k, v) ─ heads (norms, rope) ─ attend ───────────── multiply (o) + residual ─ norm ─ multiply (gated) ─
+       multiply (down) + residual                                                                     a layer of Llama's kind
+
+       norm ─ multiply (mixed, z, a, b) ─ convolve ─ decay ─ delta ─ gated norm ─ multiply (out) + residual ─ norm ─ …
+                                                                                                      a gated delta net
+
+   A step names the tensors that it reads and writes by their numbers among the buffers of a forward; weights are read as they lie
+   in the parameters, [outputs][inputs], so that new ones are seen at once.
 
    Every tensor that eager transformers would have written is rounded to bf16 where that rounds it, and the sums of a norm are in
-   the order of torch's own. Products are those of products.h. Weights are read as they lie in the parameters, [outputs][inputs],
-   so that new ones are seen at once. */
+   the order of torch's own. Products are those of products.h, mixers of states those of recurrence.h. */
 
 #include "layout.h"
 #include "products.h"
+#include "recurrence.h"
 
-enum { NORM_ROWS = 8 };
+enum { NORM_ROWS = 8, NONE = -1 };
 
 INLINE vf get(const void *p, int64_t at, int is_bf16) {
     return is_bf16 ? load_bf16((const bf16 *)p + at) : load((const float *)p + at);
@@ -27,6 +33,12 @@ INLINE void put(void *p, int64_t at, vf x, int is_bf16) {
 INLINE vf as(vf x, int is_bf16) { return is_bf16 ? rounded(x) : x; }
 
 /* ---- norm and rope ---- */
+
+typedef struct {
+    const void *weight; /* NULL: no norm */
+    float eps;
+    int32_t plus_one; /* x · (1 + weight) in fp32, rounded once; else x is rounded before it meets the weight */
+} Norm;
 
 /* The sum of squares of n numbers, a multiple of 32, added up as torch's `sum` does (cascade_sum, in vectors of 8): four chains
    of vectors, each folded into a chain of the next level every `step` vectors. */
@@ -57,18 +69,24 @@ INLINE float sum_of_squares(const void *x, int64_t n, int is_bf16) {
     return sum;
 }
 
-INLINE void norm_as(const void *x, const void *weight, float eps, int64_t n, void *out, int is_bf16) {
-    const vf scale = all(1.0f / sqrtf(sum_of_squares(x, n, is_bf16) / (float)n + eps));
-    for (int64_t i = 0; i < n; i += VL)
-        put(out, i, get(weight, i, is_bf16) * as(get(x, i, is_bf16) * scale, is_bf16), is_bf16);
+/* out [n] = norm of x, then multiplied by silu(gate) in fp32, or added to `residual`, where there is one. */
+INLINE void norm_as(const void *x, const Norm *norm, int64_t n, const void *gate, const void *residual, void *out, int is_bf16) {
+    const vf scale = all(1.0f / sqrtf(sum_of_squares(x, n, is_bf16) / (float)n + norm->eps));
+    for (int64_t i = 0; i < n; i += VL) {
+        const vf weight = get(norm->weight, i, is_bf16), scaled = get(x, i, is_bf16) * scale;
+        vf y = norm->plus_one ? scaled * (all(1) + weight) : weight * as(scaled, is_bf16);
+        if (gate) y = as(y, is_bf16) * silu(get(gate, i, is_bf16));
+        if (residual) y = get(residual, i, is_bf16) + as(y, is_bf16);
+        put(out, i, y, is_bf16);
+    }
 }
-static void norm(const void *x, const void *weight, float eps, int64_t n, void *out, int64_t is_bf16) {
-    is_bf16 ? norm_as(x, weight, eps, n, out, 1) : norm_as(x, weight, eps, n, out, 0);
+static void norm(const void *x, const Norm *norm, int64_t n, const void *gate, const void *residual, void *out, int64_t is_bf16) {
+    is_bf16 ? norm_as(x, norm, n, gate, residual, out, 1) : norm_as(x, norm, n, gate, residual, out, 0);
 }
 
-/* x · cos + rotate_half(x) · sin for every head of one token, in place. */
-INLINE void rope_as(void *x, int64_t heads, int64_t dim, const void *cos, const void *sin, int is_bf16) {
-    for (int64_t at = 0; at < heads * dim; at += dim)
+/* x · cos + rotate_half(x) · sin for the first `dim` numbers of every head of one token, in place. */
+INLINE void rope_as(void *x, int64_t heads, int64_t apart, int64_t dim, const void *cos, const void *sin, int is_bf16) {
+    for (int64_t h = 0, at = 0; h < heads; h++, at += apart)
         for (int64_t d = 0, e = dim / 2; e < dim; d += VL, e += VL) {
             const vf a = get(x, at + d, is_bf16), b = get(x, at + e, is_bf16);
             const vf low = as(minus(b) * get(sin, d, is_bf16), is_bf16), high = as(a * get(sin, e, is_bf16), is_bf16);
@@ -76,141 +94,258 @@ INLINE void rope_as(void *x, int64_t heads, int64_t dim, const void *cos, const 
             put(x, at + e, as(b * get(cos, e, is_bf16), is_bf16) + high, is_bf16);
         }
 }
-static void rope(void *x, int64_t heads, int64_t dim, const void *cos, const void *sin, int64_t is_bf16) {
-    is_bf16 ? rope_as(x, heads, dim, cos, sin, 1) : rope_as(x, heads, dim, cos, sin, 0);
+static void rope(void *x, int64_t heads, int64_t apart, int64_t dim, const void *cos, const void *sin, int64_t is_bf16) {
+    is_bf16 ? rope_as(x, heads, apart, dim, cos, sin, 1) : rope_as(x, heads, apart, dim, cos, sin, 0);
 }
 
-/* ---- a step between two attentions ---- */
+/* ---- steps; tensors are numbers of buffers, [tokens][width] each ---- */
 
 typedef struct {
-    Linear q, k, v, o, gate, up, down;
-    const void *norm_in, *norm_post, *q_norm, *k_norm; /* the last two NULL, or [head_dim] */
-    float eps_in, eps_post, eps_q, eps_k;
-} Layer;
+    Norm norm;
+    int64_t source, residual, to, width; /* residual: of buffers, or NONE */
+} NormStep;
 
 typedef struct {
-    const Layer *done, *next; /* either may be NULL */
-    int64_t tokens, hidden, head_dim, is_bf16;
-    void *x, *normed, *inner;    /* [tokens][hidden], the same, [tokens][widest gate] */
-    const void *attended;        /* [tokens][q_heads · head_dim] */
-    void *q, *k, *v;             /* [tokens][heads · head_dim] */
-    const void *cos, *sin;       /* [tokens][head_dim] */
-    void *packed;                /* room for what is multiplied, as products read it */
-    const void *head_norm;       /* of the last norm and the LM head, for `rollout_head` */
-    const Linear *head;
-    float head_eps;
-    void *logits;                /* [tokens][vocabulary] */
-} Between;
+    Linear l[MOST_PRODUCTS];
+    int64_t count, gated, source, residual, to[MOST_PRODUCTS]; /* gated: as Products has it */
+} MultiplyStep;
 
-/* Row `i` of a tensor of `width` numbers a row. */
-INLINE void *row(const Between *b, const void *tensor, int64_t i, int64_t width) {
-    return (char *)tensor + i * width * (b->is_bf16 ? 2 : 4);
+typedef struct {
+    int64_t tensor, width, heads, apart; /* apart: numbers from one head to the next */
+    Norm norm;
+} HeadsOf;
+typedef struct {
+    HeadsOf q, k;
+    int64_t dim, turned, cos, sin; /* the first `turned` numbers of each head are turned by cos and sin [tokens][turned]; 0: none */
+} HeadsStep;
+
+typedef struct {
+    int64_t layer; /* of those with attention */
+} AttendStep;
+
+/* attended · sigmoid(gate), in place. The gate of a head lies `first` numbers behind that of its query. */
+typedef struct {
+    int64_t attended, tensor, width, first, apart, heads, dim;
+} GateStep;
+
+typedef struct {
+    const void *weight, *bias;                                      /* [channels][taps], [channels] or NULL */
+    int64_t layer, source, width, x, before, after;                 /* x …: first number in a row of `source`; gates may be NONE */
+    int64_t to, channels, taps, silu;
+} ConvolveStep;
+
+/* b becomes sigmoid(b), and g = rate · softplus(a + dt_bias). rates: fp32, [heads] of each layer in turn, not of each token; g: fp32. */
+typedef struct {
+    const void *dt_bias; /* [heads] */
+    int64_t layer, rates, a, b, g, heads;
+} DecayStep;
+
+typedef struct {
+    int64_t layer, mixed, b, g, to, heads, key_heads, keys, columns; /* mixed: queries, keys and values side by side */
+    float scale, eps;
+} DeltaStep;
+
+typedef struct {
+    Norm norm;
+    int64_t tensor, gate, heads, dim; /* in place */
+} GatedNormStep;
+
+enum { NORM, MULTIPLY, HEADS, ATTEND, GATE, CONVOLVE, DECAY, DELTA, GATED_NORM };
+typedef struct {
+    int64_t kind;
+    const void *what;
+} Step;
+
+typedef struct {
+    const Step *steps;
+    int64_t count, tokens, is_bf16;
+    void *const *buffers;
+    void *packed;                                                   /* room for what is multiplied, as products read it */
+    void (*attend)(void *call, void (*wait)(void *), void *worker); /* rollout_attend_within of attention.c */
+    char *calls;                                                    /* of each layer with attention, call_bytes each */
+    int64_t call_bytes;
+    Rows rows;                                                      /* of recurrent layers */
+    void *const *columns, *const *states;                           /* of each, or NULL: nothing is read or written */
+    int64_t columns_slot, states_slot;                              /* numbers from one slot to the next */
+} Forward;
+
+/* Number `at` of row `i` of a tensor of `width` numbers a row. */
+INLINE void *row(const Forward *f, int64_t tensor, int64_t i, int64_t width, int64_t at) {
+    return (char *)f->buffers[tensor] + (i * width + at) * (f->is_bf16 ? 2 : 4);
 }
 
-static void norm_rows(Worker *w, const Between *b, const void *weight, float eps) {
-    for (int64_t i; (i = take(w, (b->tokens + NORM_ROWS - 1) / NORM_ROWS)) >= 0;)
-        for (int64_t r = i * NORM_ROWS; r < b->tokens && r < (i + 1) * NORM_ROWS; r++)
-            norm(row(b, b->x, r, b->hidden), weight, eps, b->hidden, row(b, b->normed, r, b->hidden), b->is_bf16);
+/* Rows of a piece of work that is done row by row: enough pieces for all threads. */
+INLINE int64_t rows_each(const Worker *w, int64_t rows) {
+    const int64_t each = rows / (4 * w->threads);
+    return each < 1 ? 1 : each < NORM_ROWS ? each : NORM_ROWS;
+}
+/* For each row of this worker. */
+#define EACH_ROW(w, f, t)                                                                               \
+    for (int64_t each = rows_each(w, (f)->tokens), item; (item = take(w, ((f)->tokens + each - 1) / each)) >= 0;) \
+        for (int64_t t = item * each; t < (f)->tokens && t < (item + 1) * each; t++)
+
+static void norm_rows(Worker *w, const Forward *f, const NormStep *s) {
+    EACH_ROW(w, f, t) {
+        const void *residual = s->residual == NONE ? NULL : row(f, s->residual, t, s->width, 0);
+        norm(row(f, s->source, t, s->width, 0), &s->norm, s->width, NULL, residual, row(f, s->to, t, s->width, 0), f->is_bf16);
+    }
 }
 
-/* Norms of heads, where a layer has them, and rotary embeddings. */
-static void turn_heads(Worker *w, const Between *b) {
-    const Layer *l = b->next;
-    const int64_t dim = b->head_dim, n = b->tokens;
-    for (int64_t i; (i = take(w, (n + NORM_ROWS - 1) / NORM_ROWS)) >= 0;)
-        for (int64_t t = i * NORM_ROWS; t < n && t < (i + 1) * NORM_ROWS; t++) {
-            void *q = row(b, b->q, t, l->q.outputs), *k = row(b, b->k, t, l->k.outputs);
-            const void *cos = row(b, b->cos, t, dim), *sin = row(b, b->sin, t, dim);
-            const int64_t q_heads = l->q.outputs / dim, k_heads = l->k.outputs / dim;
-            for (int64_t h = 0; l->q_norm && h < q_heads; h++)
-                norm(row(b, q, h, dim), l->q_norm, l->eps_q, dim, row(b, q, h, dim), b->is_bf16);
-            for (int64_t h = 0; l->k_norm && h < k_heads; h++)
-                norm(row(b, k, h, dim), l->k_norm, l->eps_k, dim, row(b, k, h, dim), b->is_bf16);
-            rope(q, q_heads, dim, cos, sin, b->is_bf16);
-            rope(k, k_heads, dim, cos, sin, b->is_bf16);
+static void multiply_rows(Worker *w, const Forward *f, const MultiplyStep *s, const Linear *then) {
+    Products p = {.count = (int)s->count, .gated = (int)s->gated, .x = f->buffers[s->source], .rows = f->tokens,
+                  .residual = s->residual == NONE ? NULL : f->buffers[s->residual], .packed = f->packed, .then = then};
+    for (int64_t i = 0; i < s->count; i++) p.l[i] = &s->l[i], p.out[i] = s->to[i] == NONE ? NULL : f->buffers[s->to[i]];
+    linear(w, &p);
+}
+
+INLINE void turn(const Forward *f, const HeadsStep *s, const HeadsOf *h, int64_t t) {
+    for (int64_t i = 0; h->norm.weight && i < h->heads; i++) {
+        void *x = row(f, h->tensor, t, h->width, i * h->apart);
+        norm(x, &h->norm, s->dim, NULL, NULL, x, f->is_bf16);
+    }
+    if (s->turned)
+        rope(row(f, h->tensor, t, h->width, 0), h->heads, h->apart, s->turned, row(f, s->cos, t, s->turned, 0),
+             row(f, s->sin, t, s->turned, 0), f->is_bf16);
+}
+static void turn_heads(Worker *w, const Forward *f, const HeadsStep *s) {
+    EACH_ROW(w, f, t) turn(f, s, &s->q, t), turn(f, s, &s->k, t);
+}
+
+static void gate_rows(Worker *w, const Forward *f, const GateStep *s) {
+    const int is_bf16 = (int)f->is_bf16;
+    EACH_ROW(w, f, t)
+        for (int64_t h = 0; h < s->heads; h++) {
+            void *x = row(f, s->attended, t, s->heads * s->dim, h * s->dim);
+            const void *gate = row(f, s->tensor, t, s->width, s->first + h * s->apart);
+            for (int64_t d = 0; d < s->dim; d += VL)
+                put(x, d, get(x, d, is_bf16) * as(sigmoid(get(gate, d, is_bf16)), is_bf16), is_bf16);
         }
 }
 
-static void between(void *worker, void *work) {
-    Worker *w = worker;
-    const Between *b = work;
-    if (b->done) {
-        const Layer *l = b->done;
-        const Products o = {.l = {&l->o}, .count = 1, .x = b->attended, .residual = b->x, .out = {b->x}, .rows = b->tokens,
-                            .packed = b->packed, .then = &l->gate};
-        const Products gated = {.l = {&l->gate, &l->up}, .count = 2, .gated = 1, .x = b->normed, .out = {b->inner},
-                                .rows = b->tokens, .packed = b->packed, .then = &l->down};
-        const Products down = {.l = {&l->down}, .count = 1, .x = b->inner, .residual = b->x, .out = {b->x}, .rows = b->tokens,
-                               .packed = b->packed, .then = b->next ? &b->next->q : NULL};
-        linear(w, &o);
-        barrier(w);
-        norm_rows(w, b, l->norm_post, l->eps_post);
-        barrier(w);
-        linear(w, &gated);
-        barrier(w);
-        linear(w, &down);
-        barrier(w);
-    }
-    if (b->next) {
-        const Layer *l = b->next;
-        const Products qkv = {.l = {&l->q, &l->k, &l->v}, .count = 3, .x = b->normed, .out = {b->q, b->k, b->v},
-                              .rows = b->tokens, .packed = b->packed, .then = &l->o};
-        norm_rows(w, b, l->norm_in, l->eps_in);
-        barrier(w);
-        linear(w, &qkv);
-        barrier(w);
-        turn_heads(w, b);
-    }
+static void convolve_rows(Worker *w, const Forward *f, const ConvolveStep *s) {
+    const void *gates[2] = {s->before == NONE ? NULL : row(f, s->source, 0, 0, s->before),
+                            s->after == NONE ? NULL : row(f, s->source, 0, 0, s->after)};
+    Convolve work = {.rows = f->rows, .x = row(f, s->source, 0, 0, s->x), .weight = s->weight, .bias = s->bias, .before = gates[0],
+                     .after = gates[1], .states = f->columns ? f->columns[s->layer] : NULL, .out = f->buffers[s->to],
+                     .x_token = s->width, .slot = f->columns_slot, .channels = s->channels, .taps = s->taps, .silu = s->silu,
+                     .is_bf16 = f->is_bf16};
+    convolve(w, &work);
 }
 
-/* All layers in one region, attention included: waking a thread takes as long as a small product. */
-typedef struct {
-    Between step; /* but for `done` and `next` */
-    const Layer *layers;
-    int64_t count;
-    void (*attend)(void *call, void (*wait)(void *), void *worker); /* rollout_attend_within of attention.c */
-    char *calls;                                                    /* [count], of call_bytes each */
-    int64_t call_bytes;
-} Forward;
+INLINE vf some(const void *p, int64_t at, int64_t n, int is_bf16) {
+    return is_bf16 ? load_some_bf16((const bf16 *)p + at, n, 0) : load_some((const float *)p + at, n, 0);
+}
+INLINE void decay_row(const Forward *f, const DecayStep *s, int64_t t, int is_bf16) {
+    const void *a = row(f, s->a, t, s->heads, 0);
+    void *b = row(f, s->b, t, s->heads, 0);
+    float *g = (float *)f->buffers[s->g] + t * s->heads;
+    const float *rates = (const float *)f->buffers[s->rates] + s->layer * s->heads;
+    for (int64_t h = 0, n; (n = s->heads - h) > 0; h += VL) {
+        const vf beta = sigmoid(some(b, h, n, is_bf16)), rate = load_some(rates + h, n, 0);
+        const vf step = softplus_exact(some(a, h, n, is_bf16) + some(s->dt_bias, h, n, is_bf16));
+        store_some(g + h, n, rate * step);
+        if (is_bf16)
+            store_some_bf16((bf16 *)b + h, n, beta);
+        else
+            store_some((float *)b + h, n, beta);
+    }
+}
+static void decay_rows(Worker *w, const Forward *f, const DecayStep *s) {
+    EACH_ROW(w, f, t) f->is_bf16 ? decay_row(f, s, t, 1) : decay_row(f, s, t, 0);
+}
+
+static void delta_rows(Worker *w, const Forward *f, const DeltaStep *s) {
+    const int64_t keys = s->key_heads * s->keys, width = 2 * keys + s->heads * s->columns;
+    Delta work = {.rows = f->rows, .query = row(f, s->mixed, 0, 0, 0), .key = row(f, s->mixed, 0, 0, keys),
+                  .value = row(f, s->mixed, 0, 0, 2 * keys), .beta = f->buffers[s->b], .g = f->buffers[s->g],
+                  .states = f->states ? f->states[s->layer] : NULL, .out = f->buffers[s->to], .query_token = width,
+                  .query_head = s->keys, .key_token = width, .key_head = s->keys, .value_token = width, .value_head = s->columns,
+                  .beta_token = s->heads, .beta_head = 1, .g_token = s->heads, .g_head = 1, .slot = f->states_slot,
+                  .heads = s->heads, .key_heads = s->key_heads, .keys = s->keys, .columns = s->columns, .is_bf16 = f->is_bf16,
+                  .beta_is_bf16 = f->is_bf16, .normalized = 1, .scale = s->scale, .eps = s->eps};
+    delta_rule(w, &work);
+}
+
+static void gated_norm_rows(Worker *w, const Forward *f, const GatedNormStep *s) {
+    EACH_ROW(w, f, t)
+        for (int64_t h = 0; h < s->heads; h++) {
+            void *x = row(f, s->tensor, t, s->heads * s->dim, h * s->dim);
+            norm(x, &s->norm, s->dim, row(f, s->gate, t, s->heads * s->dim, h * s->dim), NULL, x, f->is_bf16);
+        }
+}
 
 static void wait_for_team(void *worker) { barrier(worker); }
 
+/* The weights that are read next after step `i`, or NULL. */
+INLINE const Linear *weights_after(const Forward *f, int64_t i) {
+    while (++i < f->count)
+        if (f->steps[i].kind == MULTIPLY) return ((const MultiplyStep *)f->steps[i].what)->l;
+    return NULL;
+}
+
 static void forward(void *worker, void *work) {
+    Worker *w = worker;
     const Forward *f = work;
-    Between b = f->step;
-    for (int64_t i = 0; i <= f->count; i++) {
-        b.done = i ? &f->layers[i - 1] : NULL, b.next = i < f->count ? &f->layers[i] : NULL;
-        between(worker, &b);
-        if (!b.next) return;
-        barrier(worker);
-        f->attend(f->calls + i * f->call_bytes, wait_for_team, worker);
-        barrier(worker);
+    for (int64_t i = 0; i < f->count; i++) {
+        const void *what = f->steps[i].what;
+        switch (f->steps[i].kind) {
+            case NORM: norm_rows(w, f, what); break;
+            case MULTIPLY: multiply_rows(w, f, what, weights_after(f, i)); break;
+            case HEADS: turn_heads(w, f, what); break;
+            case ATTEND: f->attend(f->calls + ((const AttendStep *)what)->layer * f->call_bytes, wait_for_team, w); break;
+            case GATE: gate_rows(w, f, what); break;
+            case CONVOLVE: convolve_rows(w, f, what); break;
+            case DECAY: decay_rows(w, f, what); break;
+            case DELTA: delta_rows(w, f, what); break;
+            case GATED_NORM: gated_norm_rows(w, f, what); break;
+        }
+        barrier(w);
     }
 }
 
-static void head(void *worker, void *work) {
-    Worker *w = worker;
-    const Between *b = work;
-    const Products logits = {.l = {b->head}, .count = 1, .x = b->normed, .out = {b->logits}, .rows = b->tokens,
-                             .packed = b->packed};
-    norm_rows(w, b, b->head_norm, b->head_eps);
-    barrier(w);
-    linear(w, &logits);
+/* 0, or what is wrong with the rows (`check_rows`). Rows of no tokens: there are no recurrent layers. */
+int64_t rollout_forward(const Team *team, const Forward *f) {
+    const int64_t wrong = f->rows.count ? check_rows(&f->rows) : 0;
+    if (!wrong) run(team, forward, (void *)f);
+    return wrong;
 }
 
-void rollout_between(const Team *team, const Between *b) { run(team, between, (void *)b); }
-void rollout_forward(const Team *team, const Forward *f) { run(team, forward, (void *)f); }
-void rollout_head(const Team *team, const Between *b) { run(team, head, (void *)b); }
-
 const Field rollout_layout_layers[] = {
-    FIELD(Layer, q), FIELD(Layer, k), FIELD(Layer, v), FIELD(Layer, o), FIELD(Layer, gate), FIELD(Layer, up), FIELD(Layer, down),
-    FIELD(Layer, norm_in), FIELD(Layer, norm_post), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
-    FIELD(Layer, eps_in), FIELD(Layer, eps_post), FIELD(Layer, eps_q), FIELD(Layer, eps_k),
-    FIELD(Between, done), FIELD(Between, next), FIELD(Between, tokens), FIELD(Between, hidden), FIELD(Between, head_dim),
-    FIELD(Between, is_bf16), FIELD(Between, x), FIELD(Between, normed), FIELD(Between, inner), FIELD(Between, attended),
-    FIELD(Between, q), FIELD(Between, k), FIELD(Between, v), FIELD(Between, cos), FIELD(Between, sin),
-    FIELD(Between, packed), FIELD(Between, head_norm), FIELD(Between, head), FIELD(Between, head_eps), FIELD(Between, logits),
-    FIELD(Forward, step), FIELD(Forward, layers), FIELD(Forward, count), FIELD(Forward, attend),
-    FIELD(Forward, calls), FIELD(Forward, call_bytes),
+#define AT(field) FIELD(Norm, field)
+    AT(weight), AT(eps), AT(plus_one),
+#undef AT
+#define AT(field) FIELD(NormStep, field)
+    AT(norm), AT(source), AT(residual), AT(to), AT(width),
+#undef AT
+#define AT(field) FIELD(MultiplyStep, field)
+    AT(l), AT(count), AT(gated), AT(source), AT(residual), AT(to),
+#undef AT
+#define AT(field) FIELD(HeadsOf, field)
+    AT(tensor), AT(width), AT(heads), AT(apart), AT(norm),
+#undef AT
+#define AT(field) FIELD(HeadsStep, field)
+    AT(q), AT(k), AT(dim), AT(turned), AT(cos), AT(sin),
+#undef AT
+    FIELD(AttendStep, layer),
+#define AT(field) FIELD(GateStep, field)
+    AT(attended), AT(tensor), AT(width), AT(first), AT(apart), AT(heads), AT(dim),
+#undef AT
+#define AT(field) FIELD(ConvolveStep, field)
+    AT(weight), AT(bias), AT(layer), AT(source), AT(width), AT(x), AT(before), AT(after), AT(to), AT(channels), AT(taps), AT(silu),
+#undef AT
+#define AT(field) FIELD(DecayStep, field)
+    AT(dt_bias), AT(layer), AT(rates), AT(a), AT(b), AT(g), AT(heads),
+#undef AT
+#define AT(field) FIELD(DeltaStep, field)
+    AT(layer), AT(mixed), AT(b), AT(g), AT(to), AT(heads), AT(key_heads), AT(keys), AT(columns), AT(scale), AT(eps),
+#undef AT
+#define AT(field) FIELD(GatedNormStep, field)
+    AT(norm), AT(tensor), AT(gate), AT(heads), AT(dim),
+#undef AT
+    FIELD(Step, kind), FIELD(Step, what),
+#define AT(field) FIELD(Forward, field)
+    AT(steps), AT(count), AT(tokens), AT(is_bf16), AT(buffers), AT(packed), AT(attend), AT(calls), AT(call_bytes), AT(rows),
+    AT(columns), AT(states), AT(columns_slot), AT(states_slot),
+#undef AT
     {NULL, NULL, 0, 0},
 };

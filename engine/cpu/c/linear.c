@@ -39,18 +39,27 @@ INLINE void finish(const Products *p, int which, const float *sum, const float *
     if (p->gated) {
         vf up = load(other);
         if (p->l[1]->bias) up += get(p->l[1]->bias, at, n, is_bf16);
-        y = as(silu(as(y, is_bf16)), is_bf16) * as(up, is_bf16);
+        y = as(y, is_bf16);
+        y = as(p->gated == BY_GELU ? gelu_tanh(y) : silu(y), is_bf16) * as(up, is_bf16);
     }
     put(p->out[which], to, n, y, is_bf16);
 }
 
 INLINE void finish_panel(const Products *p, int which, const Product *product, int64_t panel, int64_t first, int64_t rows,
-                         const Scratch *s, int is_bf16) {
+                         const float *sum, const float *other, int is_bf16) {
     const int64_t from = panel * product->panel, left = p->l[which]->outputs - from;
     const int64_t width = left < product->panel ? left : product->panel;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = 0; v < width; v += VL)
-            finish(p, which, s->sum[0] + r * PANEL + v, s->sum[1] + r * PANEL + v, first + r, from + v, width - v, is_bf16);
+            finish(p, which, sum + r * PANEL + v, other + r * PANEL + v, first + r, from + v, width - v, is_bf16);
+}
+
+static void finish_rows(const Products *p, int which, const Product *product, int64_t panel, int64_t first, int64_t rows,
+                        const float *sum, const float *other) {
+    if (p->l[which]->is_bf16)
+        finish_panel(p, which, product, panel, first, rows, sum, other, 1);
+    else
+        finish_panel(p, which, product, panel, first, rows, sum, other, 0);
 }
 
 void multiply_panel(const Products *p, const Product *product, int which, int64_t panel, const Ahead *ahead, const void *x,
@@ -58,10 +67,18 @@ void multiply_panel(const Products *p, const Product *product, int which, int64_
     const int64_t rows = p->rows - first < ROWS ? p->rows - first : ROWS;
     product->multiply(p->l[which], panel, ahead[0], x, first, rows, tuning, s, s->sum[0]);
     if (p->gated) product->multiply(p->l[1], panel, ahead[1], x, first, rows, tuning, s, s->sum[1]);
-    if (p->l[which]->is_bf16)
-        finish_panel(p, which, product, panel, first, rows, s, 1);
-    else
-        finish_panel(p, which, product, panel, first, rows, s, 0);
+    finish_rows(p, which, product, panel, first, rows, s->sum[0], s->sum[1]);
+}
+
+void multiply_panels(const Products *p, const Product *product, int64_t panel, int64_t panels, const Ahead *ahead, const void *x,
+                     int64_t first, const Tuning *tuning, Scratch *s) {
+    if (!p->l[0]->by_input || !product->across || p->rows > FEW) {
+        for (int64_t i = 0; i < panels; i++) multiply_panel(p, product, 0, panel + i, ahead, x, first, tuning, s);
+        return;
+    }
+    product->across(p->l[0], panel, panels, x, p->rows, tuning, s);
+    for (int64_t i = 0; i < panels; i++)
+        finish_rows(p, 0, product, panel + i, 0, p->rows, s->sum[0] + i * FEW * PANEL, s->sum[1]);
 }
 
 /* Work: (panel, block of ROWS rows); two panels at once if gated. */
@@ -75,7 +92,7 @@ void linear(Worker *w, const Products *p) {
         barrier(w);
         x = p->packed;
     }
-    int64_t parts[3] = {0}, all_parts = 0;
+    int64_t parts[MOST_PRODUCTS] = {0}, all_parts = 0;
     for (int i = 0; i < (p->gated ? 1 : p->count); i++) all_parts += parts[i] = panels(p->l[i], product);
     const int64_t blocks = (p->rows + ROWS - 1) / ROWS;
     if (product->begin) product->begin();

@@ -144,5 +144,5 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const void *x,
 #endif
 }
 
-const Product product_amx = {WIDE, packed_bytes, pack, tiles_begin, tiles_end, multiply};
+const Product product_amx = {WIDE, packed_bytes, pack, tiles_begin, tiles_end, multiply, NULL};
 #endif

@@ -258,6 +258,104 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
     }
 }
 
+/* ---- few rows and a weight [inputs][outputs]: a word is made of two inputs where they lie, and goes straight into the sums ----
+
+   A panel's part of an input is short, and the next input is far away. So panels take turns, DEPTH words each: memory is read in
+   pieces of SPAN panels. */
+
+enum { DEPTH = 16 };
+
+/* acc[rows][VECTORS] += x[rows][words] · the words of a panel from `w` on, `row` bytes from input to input; what lies DEPTH words
+   behind is fetched. */
+INLINE void across(const char *w, int64_t row, const char *soon, const uint32_t *x, int64_t x_row, int words, float *acc,
+                   int fresh, int rows, int kind) {
+    const int inputs = kind == FLOATS ? 1 : 2, per = kind == WORDS ? 2 : 1; /* of a word; numbers of x for it */
+    const int vector = kind == FLOATS ? 4 * VL : 2 * VL, lines = (SPAN * VECTORS * vector + 63) / 64; /* of an input */
+    vf sum[TILE][VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fresh ? all(0) : load(acc + r * PANEL + v * VL);
+    for (int j = 0; j < words; j++, w += inputs * row, x += per) {
+        UNROLL for (int i = 0; i < (lines * inputs + SPAN - 1) / SPAN; i++) {
+            const int line = j * lines * inputs / SPAN + i;
+            __builtin_prefetch(soon + line / lines * row + line % lines * 64, 0, 1);
+        }
+        vu even[VECTORS], odd[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            even[v] = kind == FLOATS ? load_words((const uint32_t *)(w + v * vector)) : (vu)load_bf16((const bf16 *)(w + v * vector));
+            odd[v] = kind == FLOATS ? even[v] : (vu)load_bf16((const bf16 *)(w + row + v * vector));
+            if (kind == DOT) even[v] = even[v] >> 16 | odd[v];
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const vu a = all_words(x[r * x_row]);
+#ifdef __AVX512BF16__
+            if (kind == DOT) {
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    sum[r][v] = (vf)_mm512_dpbf16_ps((__m512)sum[r][v], (__m512bh)a, (__m512bh)even[v]);
+                continue;
+            }
+#endif
+            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_((vf)a, (vf)odd[v], sum[r][v]);
+            if (kind == FLOATS) continue;
+            const vu b = all_words(x[r * x_row + 1]);
+            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_((vf)b, (vf)even[v], sum[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) store(acc + r * PANEL + v * VL, sum[r][v]);
+}
+
+typedef void (*AcrossFn)(const char *, int64_t, const char *, const uint32_t *, int64_t, int, float *, int);
+#define ACROSS(kind, rows)                                                                                                   \
+    static void across_##kind##_##rows(const char *w, int64_t row, const char *soon, const uint32_t *x, int64_t x_row,      \
+                                       int words, float *acc, int fresh) {                                                  \
+        across(w, row, soon, x, x_row, words, acc, fresh, rows, kind);                                                            \
+    }
+#if VL == 16
+#define ACROSSES(kind)                                                                                                  \
+    ACROSS(kind, 1) ACROSS(kind, 2) ACROSS(kind, 3) ACROSS(kind, 4)                                                     \
+    ACROSS(kind, 5) ACROSS(kind, 6) ACROSS(kind, 7) ACROSS(kind, 8)                                                     \
+    static const AcrossFn kind##_across[TILE] = {across_##kind##_1, across_##kind##_2, across_##kind##_3, across_##kind##_4, \
+                                                 across_##kind##_5, across_##kind##_6, across_##kind##_7, across_##kind##_8};
+#else
+#define ACROSSES(kind)                                                                                                  \
+    ACROSS(kind, 1) ACROSS(kind, 2) ACROSS(kind, 3) ACROSS(kind, 4)                                                     \
+    static const AcrossFn kind##_across[TILE] = {across_##kind##_1, across_##kind##_2, across_##kind##_3, across_##kind##_4};
+#endif
+ACROSSES(WORDS)
+ACROSSES(FLOATS)
+#ifdef __AVX512BF16__
+ACROSSES(DOT)
+#endif
+
+/* A panel at the edge, and all of a matrix with an odd number of inputs in bf16, go the way of more rows. */
+static void multiply_across(const Linear *l, int64_t panel, int64_t count, const uint32_t *x, int64_t rows, const Tuning *t,
+                            Scratch *s, int dot) {
+    const int kind = dot ? DOT : l->is_bf16 ? WORDS : FLOATS, inputs = l->is_bf16 ? 2 : 1;
+    const int64_t words = words_of(l), chunk = chunk_of(l) / inputs, row = bytes_of(l, l->outputs), x_row = words * (kind == WORDS ? 2 : 1);
+    int64_t whole = l->outputs / LANES_PANEL - panel;
+    whole = l->inputs % inputs ? 0 : whole < count ? whole : count;
+    const AcrossFn *tiles = kind == WORDS ? WORDS_across : FLOATS_across;
+#ifdef __AVX512BF16__
+    if (kind == DOT) tiles = DOT_across;
+#endif
+    const char *w = (const char *)l->w + bytes_of(l, panel * LANES_PANEL);
+    for (int64_t begin = 0; begin < words; begin += chunk) {
+        const int64_t end = begin + chunk < words ? begin + chunk : words;
+        float *acc = begin ? s->part : s->sum[0];
+        for (int64_t at = begin; at < end; at += DEPTH)
+            for (int64_t p = 0; p < whole; p++)
+                for (int64_t r = 0; r < rows; r += TILE)
+                    tiles[(rows - r < TILE ? rows - r : TILE) - 1](
+                        w + at * inputs * row + bytes_of(l, p * LANES_PANEL), row,
+                        w + (at + DEPTH + p * DEPTH / SPAN) * inputs * row, x + r * x_row + at * (kind == WORDS ? 2 : 1), x_row,
+                        (int)(end - at < DEPTH ? end - at : DEPTH), acc + (p * FEW + r) * PANEL, at == begin);
+        for (int64_t p = 0; begin && p < whole; p++)
+            for (int64_t i = p * FEW * PANEL; i < (p * FEW + rows) * PANEL; i += VL) store(s->sum[0] + i, load(s->sum[0] + i) + load(acc + i));
+    }
+    for (int64_t p = whole; p < count; p++)
+        multiply(l, panel + p, (Ahead){NULL, NULL}, x, rows, t, s, s->sum[0] + p * FEW * PANEL, dot);
+}
+
 /* ---- x as it is read ---- */
 
 enum { PACK_ROWS = 8 };
@@ -291,7 +389,14 @@ static void multiply_fma(const Linear *l, int64_t panel, Ahead ahead, const void
     unflush(before);
 }
 
-const Product product_fma = {LANES_PANEL, widened_bytes, pack_widened, NULL, NULL, multiply_fma};
+static void across_fma(const Linear *l, int64_t panel, int64_t panels, const void *x, int64_t rows, const Tuning *tuning,
+                       Scratch *s) {
+    const uint64_t before = l->is_bf16 ? flush() : 0;
+    multiply_across(l, panel, panels, x, rows, tuning, s, 0);
+    if (l->is_bf16) unflush(before);
+}
+
+const Product product_fma = {LANES_PANEL, widened_bytes, pack_widened, NULL, NULL, multiply_fma, across_fma};
 
 #ifdef __AVX512BF16__
 static int64_t even_bytes(const Linear *l, int64_t rows) { return l->inputs % 2 ? rows * words_of(l) * 4 : 0; }
@@ -312,5 +417,12 @@ static void multiply_dot(const Linear *l, int64_t panel, Ahead ahead, const void
     unflush(before);
 }
 
-const Product product_dot = {LANES_PANEL, even_bytes, pack_even, NULL, NULL, multiply_dot};
+static void across_dot(const Linear *l, int64_t panel, int64_t panels, const void *x, int64_t rows, const Tuning *tuning,
+                       Scratch *s) {
+    const uint64_t before = flush();
+    multiply_across(l, panel, panels, x, rows, tuning, s, 1);
+    unflush(before);
+}
+
+const Product product_dot = {LANES_PANEL, even_bytes, pack_even, NULL, NULL, multiply_dot, across_dot};
 #endif

@@ -10,6 +10,7 @@
 #include "vectors.h"
 
 enum { PANEL = 48, ROWS = 256 }; /* floats between two rows of sums; rows that meet a panel at once, at most */
+enum { SPAN = 8, FEW = 16 };     /* panels of a weight [inputs][outputs] that are read side by side; with so many rows at most */
 
 typedef struct {
     const void *w, *bias; /* [outputs][inputs], [outputs] or NULL */
@@ -39,6 +40,8 @@ typedef struct {
     /* sum[row][output of the panel] for the `rows` ≤ ROWS rows from row number `first` of x, a multiple of ROWS. */
     void (*multiply)(const Linear *l, int64_t panel, Ahead ahead, const void *x, int64_t first, int64_t rows,
                      const Tuning *tuning, Scratch *s, float *sum);
+    /* s->sum[panel][row of FEW][output of the panel] of a weight [inputs][outputs], for SPAN panels and FEW rows at most; or NULL. */
+    void (*across)(const Linear *l, int64_t panel, int64_t panels, const void *x, int64_t rows, const Tuning *tuning, Scratch *s);
 } Product;
 
 INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outputs + product->panel - 1) / product->panel; }
@@ -62,10 +65,12 @@ HIDDEN const Product *product_for(const Linear *l, const Tuning *tuning);
 /* Products of the same x, and what becomes of them:
        out[i] = x · l[i]ᵀ + bias                          if neither is asked for
        out[0] = residual + x · l[0]ᵀ                      (each term rounded first, as torch does)
-       out[0] = silu(x · l[0]ᵀ) · (x · l[1]ᵀ)             if gated */
+       out[0] = act(x · l[0]ᵀ) · (x · l[1]ᵀ)              if gated */
+enum { NOT_GATED, BY_SILU, BY_GELU };
+enum { MOST_PRODUCTS = 4 };
 typedef struct {
-    const Linear *l[3];
-    void *out[3];
+    const Linear *l[MOST_PRODUCTS];
+    void *out[MOST_PRODUCTS];
     int count, gated;
     const void *x, *residual;
     int64_t rows;
@@ -78,3 +83,7 @@ HIDDEN void linear(Worker *w, const Products *p); /* by all threads of a region;
    ahead: what is read next, of each of the two. */
 HIDDEN void multiply_panel(const Products *p, const Product *product, int which, int64_t panel, const Ahead *ahead, const void *x,
                            int64_t first, const Tuning *tuning, Scratch *s);
+
+/* The same for `panels` of p->l[0] from `panel` on, SPAN at most. */
+HIDDEN void multiply_panels(const Products *p, const Product *product, int64_t panel, int64_t panels, const Ahead *ahead,
+                            const void *x, int64_t first, const Tuning *tuning, Scratch *s);

@@ -1,5 +1,5 @@
-/* Token mixers whose memory of a sequence is a state of fixed size: causal depthwise convolutions, the gated delta rule, and
-   Mamba-2. Bf16 or fp32 inputs, sums and states in fp32.
+/* Recurrent layers, with a state of fixed size per sequence: causal depthwise convolutions, the gated delta rule, and Mamba-2.
+   Bf16 or fp32 inputs, sums and states in fp32.
 
    A row is a run of tokens of one sequence. Its first token meets the state of the slot that the row reads (zeros: -1), and the
    state behind its last token goes to the slot that it writes (-1: nowhere), which may be the same one.
@@ -10,25 +10,22 @@
 
 #include "flush.h"
 #include "layout.h"
-#include "threads.h"
+#include "recurrence.h"
 #include "transpose.h"
 
 enum {
     MOST_TAPS = 8,
     CHANNELS = 256, /* of a convolution that are computed at once */
     MOST = 512,    /* keys of a delta rule, numbers of a Mamba-2 state for each channel */
-    WIDE = 4,      /* vectors of columns of a delta rule that are computed at once */
+    WIDE = 4,                        /* vectors of columns of a delta rule that are computed at once */
+    WIDEST = VL == 16 ? 8 : WIDE,    /* the same for a row of one token, whose state is read from memory: whole lines in order */
     TILE = 64 * MOST,
+    HEADS_EACH = 4, /* heads of a row that a thread takes at once: the state of the next one is fetched ahead */
     WORTH_A_THREAD = 1 << 15, /* numbers of states that are advanced: fewer take less time than it takes to wake a thread */
 };
 
-typedef struct {
-    const int32_t *starts, *reads, *writes; /* [count + 1], [count], [count] */
-    int64_t count, tokens, slots;           /* tokens: that there is room for, padding included */
-} Rows;
-
 enum { FITS, BAD_STARTS, BAD_READ, BAD_WRITE };
-static int64_t check(const Rows *r) {
+int64_t check_rows(const Rows *r) {
     if (r->starts[0] != 0 || r->starts[r->count] > r->tokens) return BAD_STARTS;
     for (int64_t i = 0; i < r->count; i++) {
         if (r->starts[i + 1] <= r->starts[i]) return BAD_STARTS;
@@ -69,14 +66,7 @@ INLINE void widen(const void *x, int64_t at, int64_t n, int64_t is_bf16, float *
     for (int64_t i = 0; i < padded(n); i += VL) store(to + i, i < n ? get(x, at + i, n - i, is_bf16) : all(0));
 }
 
-/* ---- convolution: out[t][c] = act(Σ_j w[c][j] · x[t - taps + 1 + j][c] + b[c]), j ascending ---- */
-
-typedef struct {
-    Rows rows;
-    const void *x, *weight, *bias; /* [tokens][channels], x_token apart; [channels][taps]; [channels] or NULL */
-    void *states, *out;            /* [slots][channels][taps - 1], `slot` apart; [tokens][channels] */
-    int64_t x_token, slot, channels, taps, silu, is_bf16;
-} Convolve;
+/* ---- convolution ---- */
 
 /* The state of `n` channels, to vectors for each tap, and back. */
 INLINE void read_columns(const void *state, int64_t kept, int64_t n, float to[][CHANNELS], int is_bf16) {
@@ -110,11 +100,15 @@ INLINE void convolve_channels(const Convolve *a, int64_t first, int64_t taps, in
             read_columns((const char *)a->states + (from * a->slot + first * kept) * size, kept, n, columns, is_bf16);
         for (int64_t t = a->rows.starts[r]; t < a->rows.starts[r + 1]; t++) {
             for (int64_t c = 0; c < n; c += VL) {
-                store(window[kept] + c, get(a->x, t * a->x_token + first + c, n - c, is_bf16));
+                const int64_t at = t * a->x_token + first + c;
+                vf x = get(a->x, at, n - c, is_bf16);
+                if (a->before) x = as(get(a->before, at, n - c, is_bf16) * x, is_bf16);
+                store(window[kept] + c, x);
                 vf sum = all(0);
                 for (int64_t j = 0; j < taps; j++) sum = fma_(load(weight[j] + c), load(window[j] + c), sum);
                 if (a->bias) sum += load(bias + c);
                 if (a->silu) sum = silu(as(sum, is_bf16));
+                if (a->after) sum = get(a->after, at, n - c, is_bf16) * as(sum, is_bf16);
                 put(a->out, t * a->channels + first + c, n - c, sum, is_bf16);
             }
             float *oldest = window[0];
@@ -125,7 +119,7 @@ INLINE void convolve_channels(const Convolve *a, int64_t first, int64_t taps, in
     }
 }
 
-static void convolve(void *worker, void *work) {
+void convolve(void *worker, void *work) {
     const Convolve *a = work;
     for (int64_t i; (i = take(worker, (a->channels + CHANNELS - 1) / CHANNELS)) >= 0;) {
         const int64_t first = i * CHANNELS;
@@ -142,7 +136,7 @@ static void convolve(void *worker, void *work) {
 }
 
 int64_t rollout_convolve(const Team *team, const Convolve *a) {
-    const int64_t wrong = check(&a->rows);
+    const int64_t wrong = check_rows(&a->rows);
     if (!wrong) run_if_worth(team, a->rows.starts[a->rows.count] * a->channels, convolve, (void *)a);
     return wrong;
 }
@@ -178,18 +172,7 @@ INLINE void keep(const Tile *t) {
         memcpy(t->pool_to + i * t->row, t->buffer + i * t->room, 4 * (size_t)t->width);
 }
 
-/* ---- the delta rule: S = decay · S; S += key ⊗ (value - Sᵀ · key) · beta; out = Sᵀ · query ---- */
-
-typedef struct {
-    Rows rows;
-    const void *query, *key, *value, *beta; /* [tokens][key heads][keys], [tokens][heads][columns], [tokens][heads] */
-    const float *g;                         /* log of the decay, [tokens][heads] or [tokens][heads][keys] */
-    float *states;                          /* [slots][heads][keys][columns], `slot` apart */
-    void *out;                              /* [tokens][heads][columns] */
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head, beta_token, beta_head, g_token, g_head;
-    int64_t slot, heads, key_heads, keys, columns, is_bf16, beta_is_bf16, by_channel, normalized;
-    float scale, eps;
-} Delta;
+/* ---- the delta rule ---- */
 
 typedef struct {
     float query[MOST], key[MOST], decay[MOST]; /* as factors of the state's rows */
@@ -217,20 +200,25 @@ static void factors(const Delta *d, int64_t token, int64_t head, Token *t) {
 }
 
 /* What the next token's key reads of the state behind its decay. */
-INLINE void recall(Place from, int64_t keys, const Token *next, int nv, vf *recalled) {
+INLINE void recall(Place from, int64_t keys, const Token *next, int nv, vf *recalled, const float *soon) {
     UNROLL for (int v = 0; v < nv; v++) recalled[v] = all(0);
     for (int64_t k = 0; k < keys; k++) {
         const vf decay = all(next->decay[k]), key = all(next->key[k]);
+        if (soon)
+            UNROLL for (int v = 0; v < nv / 2; v++) __builtin_prefetch(soon + k * from.row + v * VL, 0, 2);
         UNROLL for (int v = 0; v < nv; v++) recalled[v] = fma_(load(from.at + k * from.row + v * VL) * decay, key, recalled[v]);
     }
 }
 
-/* One token: the state goes from one place to another, which may be the same. The next token's `recall` rides along. */
+/* One token: the state goes from one place to another, which may be the same. The next token's `recall` rides along. soon: as large
+   as the tile, fetched meanwhile, or NULL. */
 INLINE void advance(Place from, Place to, int64_t keys, const Token *t, const Token *next, const vf *delta, int nv, vf *out,
-                    vf *recalled) {
-    vf sum[WIDE], read[WIDE];
+                    vf *recalled, const float *soon) {
+    vf sum[WIDEST], read[WIDEST];
     UNROLL for (int v = 0; v < nv; v++) sum[v] = read[v] = all(0);
     for (int64_t k = 0; k < keys; k++) {
+        if (soon)
+            UNROLL for (int v = nv / 2; v < nv; v++) __builtin_prefetch(soon + k * from.row + v * VL, 0, 2);
         const vf decay = all(t->decay[k]), key = all(t->key[k]), query = all(t->query[k]);
         UNROLL for (int v = 0; v < nv; v++) {
             const vf s = fma_(key, delta[v], load(from.at + k * from.row + v * VL) * decay);
@@ -242,17 +230,19 @@ INLINE void advance(Place from, Place to, int64_t keys, const Token *t, const To
     UNROLL for (int v = 0; v < nv; v++) out[v] = sum[v], recalled[v] = read[v];
 }
 
-INLINE void delta_columns(const Delta *d, int64_t row, int64_t head, int64_t column, int64_t width, int nv, float *buffer) {
+INLINE void delta_columns(const Delta *d, int64_t row, int64_t head, int64_t column, int64_t width, int nv, int ahead,
+                          float *buffer) {
     const int64_t begin = d->rows.starts[row], end = d->rows.starts[row + 1];
     const int64_t read = d->rows.reads[row], write = d->rows.writes[row];
     const int64_t at = head * d->keys * d->columns + column;
     const Tile tile = {read < 0 ? NULL : d->states + read * d->slot + at, write < 0 ? NULL : d->states + write * d->slot + at,
                        d->columns, d->keys, width, nv * VL, buffer};
     Token tokens[2];
-    vf recalled[WIDE], delta[WIDE], out[WIDE];
+    vf recalled[WIDEST], delta[WIDEST], out[WIDEST];
+    const float *soon = ahead && tile.pool_from ? tile.pool_from + d->keys * d->columns : NULL;
     Place from = first_place(&tile);
     factors(d, begin, head, &tokens[begin % 2]);
-    recall(from, d->keys, &tokens[begin % 2], nv, recalled);
+    recall(from, d->keys, &tokens[begin % 2], nv, recalled, end == begin + 1 ? soon : NULL);
     for (int64_t t = begin; t < end; t++) {
         const vf beta = all(number(d->beta, t * d->beta_token + head * d->beta_head, d->beta_is_bf16));
         UNROLL for (int v = 0; v < nv; v++) {
@@ -261,9 +251,9 @@ INLINE void delta_columns(const Delta *d, int64_t row, int64_t head, int64_t col
         }
         if (t + 1 < end) {
             factors(d, t + 1, head, &tokens[(t + 1) % 2]);
-            advance(from, in_buffer(&tile), d->keys, &tokens[t % 2], &tokens[(t + 1) % 2], delta, nv, out, recalled);
+            advance(from, in_buffer(&tile), d->keys, &tokens[t % 2], &tokens[(t + 1) % 2], delta, nv, out, recalled, NULL);
         } else {
-            advance(from, last_place(&tile), d->keys, &tokens[t % 2], NULL, delta, nv, out, recalled);
+            advance(from, last_place(&tile), d->keys, &tokens[t % 2], NULL, delta, nv, out, recalled, soon);
         }
         from = in_buffer(&tile);
         UNROLL for (int v = 0; v < nv; v++)
@@ -272,32 +262,42 @@ INLINE void delta_columns(const Delta *d, int64_t row, int64_t head, int64_t col
     keep(&tile);
 }
 
-static void delta(void *worker, void *work) {
-    const Delta *d = work;
-    float buffer[TILE];
-    for (int64_t i; (i = take(worker, d->rows.count * d->heads)) >= 0;)
-        for (int64_t column = 0; column < d->columns; column += WIDE * VL) {
-            const int64_t row = i / d->heads, head = i % d->heads, left = d->columns - column;
-            const int64_t width = left < WIDE * VL ? left : WIDE * VL;
-            switch ((width + VL - 1) / VL) {
-                case 1: delta_columns(d, row, head, column, width, 1, buffer); break;
-                case 2: delta_columns(d, row, head, column, width, 2, buffer); break;
-                case 3: delta_columns(d, row, head, column, width, 3, buffer); break;
-                default: delta_columns(d, row, head, column, width, 4, buffer);
-            }
+/* All columns of a head. ahead: the next head's state is read next. */
+static void delta_head(const Delta *d, int64_t row, int64_t head, int ahead, float *buffer) {
+    const int64_t one = d->rows.starts[row + 1] - d->rows.starts[row] == 1, widest = WIDEST * VL;
+    const int64_t most = one && d->keys * widest <= TILE && d->columns % widest == 0 ? widest : WIDE * VL;
+    for (int64_t column = 0; column < d->columns; column += most) {
+        const int64_t left = d->columns - column, width = left < most ? left : most;
+        switch ((width + VL - 1) / VL) {
+            case 1: delta_columns(d, row, head, column, width, 1, ahead, buffer); break;
+            case 2: delta_columns(d, row, head, column, width, 2, ahead, buffer); break;
+            case 3: delta_columns(d, row, head, column, width, 3, ahead, buffer); break;
+            case 4: delta_columns(d, row, head, column, width, 4, ahead, buffer); break;
+            default: delta_columns(d, row, head, column, width, WIDEST, ahead, buffer);
         }
+    }
 }
 
-static void delta_flushed(void *worker, void *work) {
+static void delta(Worker *w, const Delta *d) {
+    float buffer[TILE];
+    const int64_t few = d->rows.count * d->heads < 8 * HEADS_EACH * w->threads, each = few ? 1 : HEADS_EACH;
+    const int64_t parts = (d->heads + each - 1) / each;
+    for (int64_t i; (i = take(w, d->rows.count * parts)) >= 0;) {
+        const int64_t row = i / parts, first = i % parts * each, end = first + each < d->heads ? first + each : d->heads;
+        for (int64_t head = first; head < end; head++) delta_head(d, row, head, head + 1 < end, buffer);
+    }
+}
+
+void delta_rule(void *worker, void *work) {
     const uint64_t before = flush();
     delta(worker, work);
     unflush(before);
 }
 
 int64_t rollout_delta(const Team *team, const Delta *d) {
-    const int64_t wrong = check(&d->rows);
+    const int64_t wrong = check_rows(&d->rows);
     if (!wrong)
-        run_if_worth(team, d->rows.starts[d->rows.count] * d->heads * d->keys * d->columns, delta_flushed, (void *)d);
+        run_if_worth(team, d->rows.starts[d->rows.count] * d->heads * d->keys * d->columns, delta_rule, (void *)d);
     return wrong;
 }
 
@@ -389,7 +389,7 @@ static void mamba(void *worker, void *work) {
 }
 
 int64_t rollout_mamba(const Team *team, const Mamba *m) {
-    const int64_t wrong = check(&m->rows);
+    const int64_t wrong = check_rows(&m->rows);
     if (!wrong) run_if_worth(team, m->rows.starts[m->rows.count] * m->heads * m->channels * m->numbers, mamba, (void *)m);
     return wrong;
 }
@@ -397,7 +397,7 @@ int64_t rollout_mamba(const Team *team, const Mamba *m) {
 const Field rollout_layout_recurrence[] = {
     FIELD(Rows, starts), FIELD(Rows, reads), FIELD(Rows, writes), FIELD(Rows, count), FIELD(Rows, tokens), FIELD(Rows, slots),
 #define AT(field) FIELD(Convolve, field)
-    AT(rows), AT(x), AT(weight), AT(bias), AT(states), AT(out), AT(x_token), AT(slot), AT(channels), AT(taps), AT(silu),
+    AT(rows), AT(x), AT(weight), AT(bias), AT(before), AT(after), AT(states), AT(out), AT(x_token), AT(slot), AT(channels), AT(taps), AT(silu),
     AT(is_bf16),
 #undef AT
 #define AT(field) FIELD(Delta, field)

@@ -1,4 +1,4 @@
-/* A team of threads: those of torch's OpenMP, so that no second pool competes for the cores. */
+/* Runs a function in a team of threads: those of torch's OpenMP, so that no second pool competes for the cores. */
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-/* Tiles of AMX: eight matrices of 16 rows of 64 bytes, or the same in C where PORTABLE is defined, to test what is around them.
+/* AMX tile registers and instructions: eight matrices of 16 rows of 64 bytes. With PORTABLE they are emulated in C, for tests.
 
        tile_dot(c, a, b)   c[m][n] += Σ over k of a[m][2k] · b[k][2n] + a[m][2k + 1] · b[k][2n + 1]
 

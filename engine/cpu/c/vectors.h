@@ -269,10 +269,88 @@ INLINE vf log_(vf d) {
     return choose(equal(d, all(0)), all(-INFINITY), r);
 }
 
+/* log(1 + d) for d > -1 that is no larger than 10^38: as log_, of 1 + d without the rounding of that sum. */
+INLINE vf log1p_(vf d) {
+    const vi e = (vi)(((vu)((d + all(1)) * all(1.0f / 0.75f)) >> 23) & all_words(0xff)) - 127;
+    const vf t = (vf)((127 - e) << 23), m = fma_(d, t, t - all(1)), exponent = to_floats(e);
+    const vf high = all(0.69314718246459960938f) * exponent;
+    const vf low = fma_(all(-1.904654323148236017e-09f), exponent, fma_(all(0.69314718246459960938f), exponent, minus(high)));
+    const Pair below = sum_of(all(2), m);
+    const vf r = all(1) / below.x, q = m * r;
+    const vf lost = fma_(minus(below.rest), r, fma_(minus(below.x), r, all(1)));
+    const Pair x = {q, fma_(q, lost, fma_(r, m, minus(q)))};
+    const vf x2 = x.x * x.x;
+    const vf series = fma_(fma_(all(0.3027294874f), x2, all(0.3996108174f)), x2, all(0.6666694880f));
+    const vf s = high + x.x * all(2), rest = (((high - s) + x.x * all(2)) + low) + x.rest * all(2);
+    const vf cubic = (x2 * x.x) * series, sum = s + cubic;
+    const vf r1 = sum + (((s - sum) + cubic) + rest);
+    return choose(is_nan(d), all(NAN), choose(equal(d, all(0)), d, r1));
+}
+
+/* Numbers with twice the digits. */
+INLINE Pair twice(vf x) { return (Pair){x, all(0)}; }
+INLINE Pair plus(Pair a, vf b) {
+    const Pair s = sum_of(a.x, b);
+    return (Pair){s.x, s.rest + a.rest};
+}
+INLINE Pair plus_pair(Pair a, Pair b) { /* |a| ≥ |b| */
+    const vf s = a.x + b.x;
+    return (Pair){s, (((a.x - s) + b.x) + a.rest) + b.rest};
+}
+INLINE Pair times(Pair a, vf b) {
+    const vf s = a.x * b;
+    return (Pair){s, fma_(a.rest, b, fma_(a.x, b, minus(s)))};
+}
+INLINE Pair times_pair(Pair a, Pair b) {
+    const vf s = a.x * b.x;
+    return (Pair){s, fma_(a.x, b.rest, fma_(a.rest, b.x, fma_(a.x, b.x, minus(s))))};
+}
+INLINE Pair square(Pair a) {
+    const vf s = a.x * a.x;
+    return (Pair){s, fma_(a.x + a.x, a.rest, fma_(a.x, a.x, minus(s)))};
+}
+INLINE Pair over(Pair a, Pair b) {
+    const vf t = all(1) / b.x, s = a.x * t;
+    const vf lost = fma_(minus(b.rest), t, fma_(minus(b.x), t, all(1)));
+    return (Pair){s, fma_(s, lost, fma_(a.rest, t, fma_(t, a.x, minus(s))))};
+}
+INLINE Pair one_over(Pair b) {
+    const vf s = all(1) / b.x;
+    return (Pair){s, s * fma_(minus(b.rest), s, fma_(minus(b.x), s, all(1)))};
+}
+INLINE Pair exp_pair(vf x) {
+    const vi n = to_integers(x * all(1.44269504088896340736f)), half = n >> 1;
+    const vf q = to_floats(n), low = (vf)((half + 127) << 23), high = (vf)((n - half + 127) << 23);
+    const Pair s = plus(sum_of(x, q * all(-0.693145751953125f)), q * all(-1.428606765330187045e-06f));
+    vf u = all(0.1980960224e-3f);
+    u = fma_(u, s.x, all(0.1394256484e-2f));
+    u = fma_(u, s.x, all(0.8333456703e-2f));
+    u = fma_(u, s.x, all(0.4166637361e-1f));
+    Pair t = plus(times_pair(s, plus(times(s, u), all(0.166666659414234244790680580464f))), all(0.5f));
+    t = plus_pair(twice(all(1)), plus_pair(s, times_pair(square(s), t)));
+    return (Pair){t.x * low * high, t.rest * low * high};
+}
+/* (e^|x| - e^-|x|) / (e^|x| + e^-|x|), with the sign of x */
+INLINE vf tanh_exact(vf x) {
+    const vu sign = (vu)x & all_words(0x80000000u);
+    const vf size = (vf)((vu)x ^ sign);
+    const Pair up = exp_pair(size), down = one_over(up);
+    const Pair y = over(plus_pair(up, (Pair){minus(down.x), minus(down.rest)}), plus_pair(up, down));
+    const vf r = choose(less(all(8.664339742f), size), all(1), y.x + y.rest);
+    return choose(is_nan(x), x, (vf)((vu)r | sign));
+}
+
 INLINE vf sigmoid(vf x) { return all(1) / (all(1) + exp_(minus(x))); }
 INLINE vf silu(vf x) { return x / (all(1) + exp_(minus(x))); }
 /* log(1 + e^x); x itself above 20, as torch's */
 INLINE vf softplus(vf x) {
     const vf e = exp_(x), u = all(1) + e; /* what 1 + e lost is added to the logarithm as its derivative */
     return choose(less(all(20), x), x, log_(u) + (e - (u - all(1))) / u);
+}
+/* The same, as torch has it. */
+INLINE vf softplus_exact(vf x) { return choose(less(all(20), x), x, log1p_(exp_(x))); }
+/* x · Φ(x), approximated by tanh, as torch has it: its compiler makes an FMA of the cubic term. */
+INLINE vf gelu_tanh(vf x) {
+    const vf inner = all(0.79788456080286535588f) * fma_(all(0.044715f), x * x * x, x);
+    return all(0.5f) * x * (all(1) + tanh_exact(inner));
 }

@@ -24,9 +24,12 @@ def options_of(config: Any) -> VerlOptions:
 
     plain = OmegaConf.to_container(said, resolve=True) if isinstance(said, DictConfig) else dict(said)
     assert isinstance(plain, dict)
+    replay = bool(getattr(config, "enable_rollout_routing_replay", False))
     engine = {"dtype": config.dtype, "max_num_seqs": config.max_num_seqs, "max_batch_tokens": config.max_num_batched_tokens}
     try:
-        return msgspec.convert({**plain, "engine": {**engine, **plain.get("engine", {})}}, VerlOptions)
+        return msgspec.convert(
+            {"routed_experts": replay, **plain, "engine": {**engine, **plain.get("engine", {})}}, VerlOptions
+        )
     except msgspec.ValidationError as error:
         raise ValueError(f"engine_kwargs.rollout: {error}") from None
 
@@ -64,7 +67,11 @@ class Server:
         wanted = sampling_params.get("logprobs")
         log_probs = ended.log_probs if wanted is not None and wanted is not False else None
         return TokenOutput(
-            token_ids=ended.token_ids, log_probs=log_probs, stop_reason=ended.stop_reason, extra_fields=ended.extra_fields
+            token_ids=ended.token_ids,
+            log_probs=log_probs,
+            routed_experts=ended.routed_experts,
+            stop_reason=ended.stop_reason,
+            extra_fields=ended.extra_fields,
         )
 
     async def next_version(self, step: int | None) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
@@ -39,6 +40,8 @@ class VerlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv: KVPolicy = "keep"
     """what a refresh does with KV of what runs"""
     start_timeout_s: float = 600.0
+    routed_experts: bool = False
+    """return routes of experts: verl's `rollout.enable_rollout_routing_replay`"""
 
 
 class VerlOutput(msgspec.Struct, frozen=True):
@@ -48,6 +51,8 @@ class VerlOutput(msgspec.Struct, frozen=True):
     log_probs: list[float]
     stop_reason: str
     extra_fields: dict[str, Any]
+    routed_experts: np.ndarray | None = None
+    """[prompt + response - 1, decoder layers, chosen]: slot l is decoder layer l, 0 in layers without experts"""
 
 
 class VerlService:
@@ -69,11 +74,17 @@ class VerlService:
         if address is None:
             from rollout.process import service_process
 
-            config = Config(engine=msgspec.structs.replace(options.engine, model=model))
+            kept = options.engine.routed_experts or options.routed_experts
+            config = Config(engine=msgspec.structs.replace(options.engine, model=model, routed_experts=kept))
             service = service_process(config, start_timeout_s=options.start_timeout_s, python=options.python)
             address = self._opened.enter_context(service).endpoint
         self.address = address
         self.client = self._opened.enter_context(RolloutClient(address, name="verl"))
+        self._routed = options.routed_experts
+        if self._routed and self.client.info.routing is None:
+            raise ValueError(
+                f"enable_rollout_routing_replay: the service at {address} keeps no routes; start it with routed_experts"
+            )
         context = self.client.info.context
         self._context = context if max_model_len is None else min(context, max_model_len)
         self._steps: list[tuple[int, int]] = [(self.client.info.version, 0)]
@@ -129,6 +140,7 @@ class VerlService:
         if wanted is None:
             wanted = min(self._response, self._prompt + self._response - prompt_tokens)
         ours: dict[str, Any] = {"max_tokens": max(1, min(int(wanted), room)), "priority": -priority}
+        ours["routed_experts"] = self._routed
         known = set(Sampling.__struct_fields__)
         for name, value in params.items():
             if name in IGNORED or value is None:
@@ -156,7 +168,9 @@ class VerlService:
             "global_steps_spans": list(zip(starts, steps, strict=False)),
         }
         reason = "aborted" if sample.finish_reason in ("aborted", "cut", "deadline", "stale") else "completed"
-        return VerlOutput(sample.token_ids.tolist(), sample.logprobs.tolist(), reason, fields)
+        routing, routes = self.client.info.routing, sample.routes
+        whole = None if routing is None or routes is None else routing.by_decoder_layer(routes)
+        return VerlOutput(sample.token_ids.tolist(), sample.logprobs.tolist(), reason, fields, whole)
 
     def pause(self, reject: bool) -> int:
         """Stop between two steps; what runs goes on after `resume`, over a refresh as well. With `reject` it is ended instead,

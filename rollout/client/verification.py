@@ -1,0 +1,248 @@
+"""Verification: the tokens of samples are computed again as one prefill, and each is drawn again with its own counter.
+
+    samples ──→ GroupCheck ──→ groups to redraw ──→ service ──→ draws ──→ GroupCheck.judge ──→ Verified
+
+A sample is a function of its arguments, so one token or one bit of a log-prob that differs proves that it was not computed from
+them. What cannot be computed here (other weights, another arithmetic) is neither right nor wrong: `Verified.ok` is None.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rollout.client.receipts import Receipt, drawn_by, prompt_digest, result_digest, short
+from rollout.client.submission import TokenIds, check_scored, checked, token_array
+from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.transport.checks import Bounds, check_sample
+from rollout.transport.errors import InvalidRequest
+from rollout.transport.messages import Welcome
+
+BATCH = "/batch"
+"""in the name of an arithmetic whose bits depend on the batch"""
+COLUMNS = ("logprobs", "raw_logprobs", "top_ids", "top_logprobs", "routed_experts")
+"""arrays of a sample that are compared beside its tokens"""
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of the verification of one sample.
+
+    Example:
+        Verified(group_id="g", index=3, ok=False, field="token_ids", first_bad=17, expected=42, got=5,
+                 why="token 17 is 5, drawn again it is 42")
+    """
+
+    group_id: str
+    index: int
+    ok: bool | None
+    """True: all tokens, log-probs and the end are as computed here. False: proven wrong. None: cannot be verified here"""
+    field: str = ""
+    """field of the sample or receipt that is wrong"""
+    first_bad: int | None = None
+    """the first wrong position; None: no single position is"""
+    expected: Any = None
+    """value of the field that was computed here"""
+    got: Any = None
+    """value of the field in the sample"""
+    why: str = ""
+    """in words; "" if `ok`"""
+
+
+class Here(NamedTuple):
+    """What a service computes with now."""
+
+    info: Welcome
+    version: int
+    """of the live weights"""
+    digest_of: Callable[[int], str]
+    """returns the digest of the weights of a version, "" if it is unknown"""
+
+
+class GroupCheck:
+    """Checks samples of one group.
+
+    Args:
+        sampling: of the group. Without a seed, the samples' own: then nothing proves that it was the first one that was tried.
+        receipts: one for each sample; None: the samples are of this arithmetic.
+        new_id: returns a new group id.
+
+    Raises InvalidRequest for arguments of other types, and for receipts that are not one each."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        prompt: TokenIds,
+        sampling: Sampling,
+        receipts: Sequence[Receipt] | None,
+        here: Here,
+        new_id: Callable[[], str],
+    ) -> None:
+        if receipts is not None and len(receipts) != len(samples):
+            raise InvalidRequest(f"{len(samples)} samples, {len(receipts)} receipts: must be as many")
+        self._samples, self._here = samples, here
+        self._prompt, self._sampling = token_array(prompt), checked(sampling)
+        if not 0 < len(self._prompt) < here.info.context:
+            raise InvalidRequest(f"prompt of {len(self._prompt)} tokens: must be 1 to {here.info.context - 1}")
+        self._verdicts: list[Verified | None] = [
+            self._at_once(sample, None if receipts is None else receipts[i]) for i, sample in enumerate(samples)
+        ]
+        self._places: dict[tuple[str, int], int] = {}
+        """(id of the group to redraw, index) → place of the sample"""
+        self.groups = list(self._to_redraw(new_id))
+        """groups whose tokens the service draws again"""
+
+    def judge(self, drawn: Iterable[Sample]) -> list[Verified]:
+        """Return the results, in the order of the samples. drawn: all samples of `groups`; others are ignored. Raises
+        GroupFailed for one that was not drawn to its end."""
+        for again in drawn:
+            place = self._places.get((again.group_id, again.index))
+            if place is not None:
+                check_scored([again])
+                self._verdicts[place] = compare(self._samples[place], again, self._sampling, self._ends)
+        verdicts = [verdict for verdict in self._verdicts if verdict is not None]
+        assert len(verdicts) == len(self._samples)
+        return verdicts
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """Return the tokens that end a child."""
+        return frozenset(drawn_by(self._sampling, 0, self._here.info.eos_token_ids).stop_token_ids)
+
+    def _at_once(self, sample: Sample, receipt: Receipt | None) -> Verified | None:
+        """Return the result for a sample that is impossible, or that cannot be computed here; None: draw it again."""
+        info, sampling = self._here.info, self._sampling
+        bounds = Bounds(info.vocab_size, frozenset(info.eos_token_ids), routing=info.routing)
+        if sample.finish_reason == "scored":
+            return _unknown(sample, "its tokens were given and not drawn")
+        try:
+            check_sample(sample, Group(sample.group_id, self._prompt, sampling), None, bounds)
+        except ValueError as error:
+            return _wrong(sample, "", str(error))
+        wrong = None if receipt is None else self._forged(sample, receipt)
+        if wrong is not None:
+            return wrong
+        reason = self._elsewhere(sample, receipt)
+        if reason:
+            return _unknown(sample, reason)
+        return None if len(sample.token_ids) else _right(sample)
+
+    def _forged(self, sample: Sample, receipt: Receipt) -> Verified | None:
+        """Return the result for a receipt that is not of this sample, prompt and sampling."""
+        own: dict[str, Any] = {
+            "prompt": prompt_digest(self._prompt),
+            "sampling": drawn_by(self._sampling, sample.seed, self._here.info.eos_token_ids),
+            "index": sample.index,
+            "weight_versions": tuple(sample.weight_versions),
+            "kv_versions": tuple(sample.kv_versions),
+            "result": result_digest(sample),
+        }
+        for name, expected in own.items():
+            if (got := getattr(receipt, name)) != expected:
+                why = f"the receipt has {name} {got!r:.80}, the sample {expected!r:.80}"
+                return _wrong(sample, f"receipt.{name}", why, expected=expected, got=got)
+        return None
+
+    def _elsewhere(self, sample: Sample, receipt: Receipt | None) -> str:
+        """Return why a sample cannot be computed here; "" if it can."""
+        info, versions = self._here.info, {version for _, version in sample.weight_versions}
+        if BATCH in info.arithmetic:
+            return f"the bits of arithmetic {info.arithmetic} depend on the batch"
+        for name in ("arithmetic", "block_size", "kv_dtype") if receipt is not None else ():
+            if (theirs := getattr(receipt, name)) != (ours := getattr(info, name)):
+                return f"it was sampled with {name} {theirs}, this service has {ours}"
+        if len(versions) > 1 or sample.kv_versions:
+            return f"it lived through a refresh: {sample.versions}" + ", and KV of others" * bool(sample.kv_versions)
+        live = self._here.version
+        if versions and versions != {live}:
+            return f"it was sampled from {sample.versions} of the weights, version {live} is live"
+        digests = {short(self._here.digest_of(live)), *(digest for _, digest in receipt.weights)} if receipt is not None else ()
+        if versions and len({*digests} - {""}) > 1:
+            return f"its receipt has other weights as version {live}"
+        return ""
+
+    def _to_redraw(self, new_id: Callable[[], str]) -> Iterable[Group]:
+        """Yield groups of the samples that are left: one for each seed, and more if an index occurs several times."""
+        rounds: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        for place, sample in enumerate(self._samples):
+            if self._verdicts[place] is None:
+                number = 0
+                while sample.index in rounds[sample.seed, number]:
+                    number += 1
+                rounds[sample.seed, number][sample.index] = place
+        for (seed, _), mine in rounds.items():
+            group_id, indices = new_id(), tuple(sorted(mine))
+            self._places |= {(group_id, index): place for index, place in mine.items()}
+            partials = tuple(_given(self._samples[mine[index]]) for index in indices)
+            sampling = msgspec.structs.replace(
+                self._sampling, seed=seed, finish_after=None, min_len_to_cut=0, deadline_s=None, max_version_lag=None,
+                max_kv_lag=0, stream_every=0, kv_ttl_s=0.0,
+            )  # fmt: skip
+            yield Group(group_id, self._prompt, sampling, indices, partials, score=True, redraw=True)
+
+
+def compare(sample: Sample, again: Sample, sampling: Sampling, ends: frozenset[int]) -> Verified:
+    """Compare a sample with its tokens drawn again. ends: tokens that end a child."""
+    if again.weight_versions != sample.weight_versions or again.kv_versions:
+        return _unknown(sample, "the weights changed while it was verified; verify it again")
+    tokens, length = again.token_ids, len(again.token_ids)
+    same = _first(tokens, sample.token_ids[:length])
+    bad = [("token_ids", same)] if same < length else []
+    for name in COLUMNS:
+        theirs, ours = getattr(sample, name), getattr(again, name)
+        if theirs is not None and ours is not None and (at := _first(ours[:same], theirs[:same])) < same:
+            bad.append((name, at))
+    if bad:
+        name, at = min(bad, key=lambda each: each[1])
+        expected, got = getattr(again, name)[at].tolist(), getattr(sample, name)[at].tolist()
+        return _wrong(sample, name, f"{name}[{at}] is {got}, computed again it is {expected}", at, expected, got)
+    if length < len(sample.token_ids):
+        got = int(sample.token_ids[length])
+        return _wrong(sample, "token_ids", f"its token {length - 1} ends it, and it has more", length, None, got)
+    stopped = length > sampling.min_tokens and (again.stopped_by is not None or int(tokens[-1]) in ends)
+    return _compare_ends(sample, again, stopped)
+
+
+def _compare_ends(sample: Sample, again: Sample, stopped: bool) -> Verified:
+    """Compare how a sample and its tokens drawn again have ended. stopped: the last token ends the child."""
+    # a child that ended by itself in the step in which enough others had ended is cut all the same
+    if sample.finish_reason == "stop" and not stopped:
+        return _wrong(sample, "finish_reason", "none of its tokens ends it", expected=None, got="stop")
+    for name in ("stopped_by", "text_end") if sample.finish_reason == "stop" else ():
+        expected, got = getattr(again, name), getattr(sample, name)
+        if expected != got:
+            return _wrong(sample, name, f"{name} is {got!r}, computed again it is {expected!r}", None, expected, got)
+    if sample.finish_reason == "length" and stopped:
+        return _wrong(sample, "finish_reason", "its last token ends it", expected="stop", got="length")
+    return _right(sample)
+
+
+def _first(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the first row in which two arrays differ in any bit; their length if none does."""
+    differ = one.view(np.uint32) != other.view(np.uint32) if one.dtype == np.float32 else one != other
+    rows = differ.any(tuple(range(1, differ.ndim)))
+    return int(rows.argmax()) if rows.any() else len(one)
+
+
+def _given(sample: Sample) -> PartialSample:
+    """Return the tokens of a sample, to be drawn again."""
+    zeros = np.zeros(len(sample.token_ids), np.float32)  # ignored by the service
+    return PartialSample(index=sample.index, token_ids=sample.token_ids, logprobs=zeros, weight_versions=[(0, 0)])
+
+
+def _right(sample: Sample) -> Verified:
+    return Verified(group_id=sample.group_id, index=sample.index, ok=True)
+
+
+def _unknown(sample: Sample, reason: str) -> Verified:
+    return Verified(group_id=sample.group_id, index=sample.index, ok=None, why=f"cannot be verified here: {reason}")
+
+
+def _wrong(
+    sample: Sample, field: str, why: str, first_bad: int | None = None, expected: Any = None, got: Any = None
+) -> Verified:
+    own = {"field": field, "first_bad": first_bad, "expected": expected, "got": got, "why": why}
+    return Verified(group_id=sample.group_id, index=sample.index, ok=False, **own)
