@@ -62,6 +62,12 @@ def need(ok: bool, what: str) -> None:
         raise NotNative(what)
 
 
+def need_vectors(function: str) -> None:
+    """Raise NotNative where torch computes a function with libm: the steps have the bits of its vectors. In bf16 most results
+    are equal after rounding, so that a comparison of a few rows can miss the others."""
+    need(torch.backends.cpu.get_cpu_capability() != "DEFAULT", f"torch computes {function} without vectors on this CPU")
+
+
 class NormStruct(ctypes.Structure):
     """`Norm` of c/layers.c."""
 
@@ -260,10 +266,14 @@ def activation_of(mlp: Any) -> int:
     """Return how an MLP is gated; one without a module for it calls silu itself. Raises NotNative."""
     if (act := getattr(mlp, "act_fn", None)) is None:
         need("silu" in inspect.unwrap(type(mlp).forward).__code__.co_names, "unsupported activation")
+        need_vectors("silu")
         return BY_SILU
     name = type(act).__name__
     need(name in (*SILU, ExactSiLU.__name__, "GELUTanh"), f"unsupported activation {name}")
-    return BY_GELU if name == "GELUTanh" else BY_SILU
+    if name == "GELUTanh":
+        need_vectors("gelu")
+        return BY_GELU
+    return BY_SILU
 
 
 def norm_struct(norm: Any, size: int) -> NormStruct:
@@ -306,6 +316,7 @@ def add_attention(steps: Steps, attention: Any, hidden: int, rotary: Any) -> tup
     steps.attends.append(len(steps.made))
     steps.add(ATTEND, AttendStep(len(steps.attends) - 1))
     if apart > dim:
+        need_vectors("sigmoid")
         steps.add(GATE, GateStep(attended, q, q_width, dim, apart, heads[0], dim))
     return "attended", width, out
 
@@ -325,6 +336,7 @@ def add_rotary(steps: Steps, attention: Any, rotary: Any) -> tuple[int, int, int
 
 def add_delta_net(steps: Steps, mixer: Any, hidden: int, rotary: Any) -> tuple[str, int, Any]:
     """Add the steps of a gated delta net, as `add_attention`."""
+    need_vectors("softplus")
     need({name for name, _ in mixer.named_children()} == DELTA_NET, "unsupported recurrent layer")
     heads, key_heads, keys, columns = mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim
     channels, width = 2 * key_heads * keys + heads * columns, heads * columns

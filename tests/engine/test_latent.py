@@ -23,6 +23,7 @@ from rollout.engine.types import Sample
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.families import MLA, build
+from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import plain_logprobs, tiny_engine
 from tests.support.toy import group, run
 
@@ -89,7 +90,7 @@ def test_class(name: str, canonical: dict[tuple[str, int], Sample]) -> None:
     assert_same(canonical, run(engine, groups()))
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="log_softmax has other bits without vectors")
+@torchs_log_softmax
 def test_a_trainer_has_the_same_bits_and_gets_them_off_again() -> None:
     engine, trainer = latent_engine(), build("deepseek_v3", BF16)
     before = copy.deepcopy(trainer)

@@ -24,6 +24,7 @@ from rollout.engine.types import Group, Sample, Sampling
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import CLASSES, MIXED, ROOMY, assert_same, groups
 from tests.support.families import build
+from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -147,7 +148,7 @@ def test_a_turn_over_kept_kv_is_the_same_as_a_fresh_one() -> None:
     assert fresh.logprobs.tobytes() == drawn.logprobs.tobytes()
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="log_softmax has other bits without vectors")
+@torchs_log_softmax
 def test_a_trainer_has_the_same_bits() -> None:
     engine = gemma4()
     trainer = build("gemma4_text", BF16)
