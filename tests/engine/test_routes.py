@@ -32,7 +32,7 @@ MIXTURES = ["qwen3_moe", "deepseek_v3", "gpt_oss", *(pytest.param(name, marks=py
 SETTINGS: dict[str, dict[str, Any]] = {
     **SAME,
     "offloaded": {"kv_tokens": 128, "cpu_offload_gib": 0.01},
-    "recomputed": {"kv_tokens": 128, "drafts": 0},
+    "recomputed": {"kv_tokens": 112, "drafts": 0},
     "drafted": {"drafts": 4},
 }
 pytestmark = pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")

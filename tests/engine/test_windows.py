@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"max_batch_tokens": 17},
     "few": {"max_num_seqs": 2},
     "offloaded": {"kv_tokens": 320, "cpu_offload_gib": 0.01},
-    "recomputed": {"kv_tokens": 200, "drafts": 0},
+    "recomputed": {"kv_tokens": 160, "drafts": 0},
     "drafts": {"drafts": 4},
     "overlapped": {"overlap_steps": True, "max_batch_tokens": 64, "kv_tokens": 320, "cpu_offload_gib": 0.01},
 }
