@@ -62,7 +62,9 @@ def test_what_a_forward_does_not_reach() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.long), "moss_transcribe_diarize"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma4", "moss_transcribe_diarize"))]
+)
 def test_text_of_a_composite_model_has_bits_of_its_own(name: str) -> None:
     """A tower for images, one with KV shared by layers beside it, one for sounds."""
     made = build(name, torch.bfloat16)

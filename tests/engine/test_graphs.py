@@ -326,7 +326,8 @@ class Full(Captured):
     """graphs that find memory"""
 
 
-@pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("room", [0, 1])
 def test_without_memory_for_a_graph_smaller_steps_keep_theirs(
     room: int, eager: Engine, wanted: dict[tuple[str, int], Sample]
 ) -> None:

@@ -90,7 +90,7 @@ def mixes(name: str, seeds: range) -> None:
                     assert scored[f"{group.id}s", index].logprobs.tobytes() == sample.logprobs.tobytes()
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_a_crowd(name: str) -> None:
     mixes(name, range(1))
 

@@ -100,6 +100,7 @@ def test_as_transformers(it: Any, kind: Kind) -> None:
     assert not wrong(it, kind, FP32, (0, 2, 3), 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_transformers_in_bf16(it: Any, kind: Kind) -> None:
     """The convolution rounds where torch's does; scans compute in fp32, and round their outputs. The interpreter cuts bf16 off

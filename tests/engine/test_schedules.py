@@ -715,7 +715,7 @@ STATE_MUTANTS = [
     patch_advanced_twice,
     patch_other_row,
     patch_advance_late,
-    patch_advance_failed,
+    pytest.param(patch_advance_failed, marks=pytest.mark.long, id=patch_advance_failed.__doc__),
     patch_state_kept,
     patch_state_shared,
     patch_state_parent,

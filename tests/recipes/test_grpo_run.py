@@ -111,7 +111,9 @@ def stuck(options: Any, client: Any, task: Any, model: Any, phase: Any) -> Itera
     raise grpo.NothingToLearn("no sample scores")
 
 
-@pytest.mark.parametrize(("train", "rows", "status"), [(interrupted, 2, 130), (stuck, 1, 1)])
+@pytest.mark.parametrize(
+    ("train", "rows", "status"), [(interrupted, 2, 130), pytest.param(stuck, 1, 1, marks=pytest.mark.long)]
+)
 def test_what_was_finished_is_kept(
     train: Any,
     rows: int,

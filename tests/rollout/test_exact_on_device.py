@@ -161,6 +161,7 @@ def made_of(kind: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval().to(DEVICE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a service that prefills and decodes two groups beside each other, and a trainer's padded batch, with gradients."""

@@ -457,7 +457,7 @@ def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
     assert "--token-file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)])
 def test_the_command_serves_and_ends(number: int, status: int, tiny_model: Path, tmp_path: Path) -> None:
     """As a process: the ready file holds the URL; a signal ends it with a line and, as `rollout serve`, with its status."""
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored

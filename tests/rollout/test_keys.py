@@ -259,6 +259,7 @@ def test_the_routing_id_of_another_client_is_worth_nothing(keyed: Keyed, victim_
             assert [sample.token_ids.tolist() for sample in handle.result(WAIT)] == [expected([5], i, 400) for i in range(2)]
 
 
+@pytest.mark.long
 def test_without_the_look_at_the_connection_the_thief_would_get_the_samples(
     keyed: Keyed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
