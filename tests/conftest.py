@@ -59,9 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "tiny_service" not in getattr(item, "fixturenames", ()))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Models here are tiny: a second thread costs more than it brings, above all beside other processes."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Compute with one thread: models here are tiny, and a second one costs more than it brings, above all beside other
+    processes. An engine of an earlier test may have set another number."""
     torch.set_num_threads(1)
 
 

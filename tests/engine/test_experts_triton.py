@@ -74,7 +74,7 @@ def test_rows_are_sorted_and_tiles_have_one_expert_each(kind: str, tokens: int, 
 
 
 # ── products ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.long)])
 @pytest.mark.parametrize("by_input", [False, True])
 def test_grouped_products_are_those_of_an_exact_layer_each(dtype: torch.dtype, by_input: bool) -> None:
     """To the bit, in both layouts, with odd sizes: 75 outputs and 67 inputs."""
@@ -123,7 +123,7 @@ def changed(name: str, dtype: torch.dtype, kind: str, exact_of: Callable[..., An
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["uneven", "one expert has them all"])
+@pytest.mark.parametrize("kind", ["uneven", pytest.param("one expert has them all", marks=pytest.mark.long)])
 def test_a_row_is_the_same_among_others(name: str, kind: str, dtype: torch.dtype) -> None:
     assert changed(name, dtype, kind) == 0
 

@@ -107,6 +107,7 @@ def test_weights_that_are_multiplied_as_one_lie_side_by_side() -> None:
     assert len(one) == 1 and torch.equal(attention.k_proj.weight, want["model.layers.0.self_attn.k_proj.weight"].to(DEVICE))
 
 
+@pytest.mark.long
 def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
     monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (3,))

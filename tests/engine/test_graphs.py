@@ -132,6 +132,7 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(
     assert stub.captures == first and graphed.weights.stays, "addresses stay over a sleep, and so do they"
 
 
+@pytest.mark.long
 def test_graphs_of_all_sizes_leave_their_logits_in_one_place() -> None:
     engine, stub = small_engine(Captured)
     assert stub is not None and engine.worker.graphs is not None

@@ -194,7 +194,7 @@ def resumed(engine: Engine, asked: Group, sample: Sample) -> Sample:
     return whole
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_stopped_and_resumed_elsewhere(dtype: str) -> None:
     engines = Engines(dtype=dtype)
     for seed in range(6):

@@ -273,7 +273,7 @@ def differing(it: Any, kind: Kind, dtype: torch.dtype, seed: int, tokens: int = 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.func.__name__)
 def test_bits_do_not_depend_on_the_rows(it: Any, kind: Kind, dtype: torch.dtype) -> None:
-    assert [differing(it, kind, dtype, seed) for seed in (0, 1)] == [0, 0]
+    assert differing(it, kind, dtype, 0) == 0
 
 
 def test_a_state_that_is_lost_between_rows_is_seen(it: Any, monkeypatch: pytest.MonkeyPatch) -> None:

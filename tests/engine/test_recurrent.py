@@ -241,7 +241,7 @@ def test_a_convolution_over_one_token_has_no_state() -> None:
     assert found.kind == "right", found
 
 
-NATIVE = ["qwen3_5_text", "falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "olmo_hybrid"))]
+NATIVE = ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "lfm2", "olmo_hybrid"))]
 """mixers, products and attention by our kernels"""
 needs_kernels = pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
 

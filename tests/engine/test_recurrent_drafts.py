@@ -36,8 +36,7 @@ BF16 = torch.bfloat16
 FAMILIES = [
     "qwen3_5_text",
     "lfm2",
-    "falcon_h1",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("nemotron_h", "kimi_linear")),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "nemotron_h", "kimi_linear")),
 ]
 """a delta rule, a convolution alone, Mamba-2 beside attention in every layer, layers with neither, a decay a channel"""
 NATIVE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}

@@ -169,6 +169,7 @@ def test_what_is_not_allowed_is_not_drawn() -> None:
     assert got.tokens.tolist() == [3, 70, 70] and (got.top.logprobs[:, 2] == -np.inf).all()
 
 
+@pytest.mark.long
 def test_a_cut_does_not_know_its_neighbours() -> None:
     """To the bit, alone and beside all the others."""
     logits = torch.randn(10, FEW, generator=torch.Generator().manual_seed(2)) * 3

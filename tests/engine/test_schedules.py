@@ -547,6 +547,27 @@ def patch_kv_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sequence, "note_kv", lambda self, spans, version: note(self, spans[-1:], version))
 
 
+Mutant = Callable[[pytest.MonkeyPatch], None]
+SEEN_LATE = {
+    "patch_older_version",
+    "patch_stale",
+    "patch_advance_late",
+    "patch_window_draft",
+    "patch_any_client",
+    "patch_kv_at_refresh",
+    "patch_failed",
+    "patch_advance_failed",
+    "patch_window_cut",
+}
+"""after 40 seeds or more: nightly"""
+
+
+def tiered(mutants: list[Mutant]) -> list[Any]:
+    """Return parameters of mutants, named by what they do wrong."""
+    late = [[pytest.mark.long] if each.__name__ in SEEN_LATE else [] for each in mutants]
+    return [pytest.param(each, id=each.__doc__, marks=marks) for each, marks in zip(mutants, late, strict=True)]
+
+
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     patch_release,
     patch_share,
@@ -591,8 +612,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__doc__)
-def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", tiered(MUTANTS))
+def test_mutants_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: each way to break the store turns the random schedules red."""
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
@@ -715,7 +736,7 @@ STATE_MUTANTS = [
     patch_advanced_twice,
     patch_other_row,
     patch_advance_late,
-    pytest.param(patch_advance_failed, marks=pytest.mark.long, id=patch_advance_failed.__doc__),
+    patch_advance_failed,
     patch_state_kept,
     patch_state_shared,
     patch_state_parent,
@@ -726,10 +747,8 @@ STATE_MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", STATE_MUTANTS, ids=lambda mutant: mutant.__doc__)
-def test_mutants_of_recurrent_state_are_caught(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("mutant", tiered(STATE_MUTANTS))
+def test_mutants_of_recurrent_state_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the schedules of recurrent state."""
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
@@ -831,8 +850,8 @@ WINDOW_MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", WINDOW_MUTANTS, ids=lambda mutant: mutant.__doc__)
-def test_mutants_of_windows_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", tiered(WINDOW_MUTANTS))
+def test_mutants_of_windows_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the schedules of windows."""
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):

@@ -133,11 +133,11 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
     ("name", "shape"),
     [
         ("short", SMALL),
-        ("short", SMALL._replace(window=9, dtype=FP32)),
         ("short", SMALL._replace(dtype=FP32, dim=24, value_dim=8, softcap=2.0, sinks=True)),
         *(
             pytest.param(name, shape, marks=pytest.mark.long)
             for name, shape in [
+                ("short", SMALL._replace(window=9, dtype=FP32)),
                 ("chunks", SMALL),
                 ("chunks", SMALL._replace(window=9)),
                 ("decode", SMALL._replace(dtype=FP32)),
@@ -204,6 +204,7 @@ def test_fp8_is_stored_as_the_reference_stores_it_and_read(shape: Shape) -> None
         assert_close(shape, outputs[0], oracle(shape, made, 0)[0], ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["short", *(pytest.param(each, marks=pytest.mark.long) for each in ("chunks", "decode"))])
 def test_fp8_has_the_same_bits_in_any_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 8)

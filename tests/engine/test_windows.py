@@ -242,7 +242,7 @@ def long_engine(**config: Any) -> Engine:
         num_attention_heads=1, hidden_size=32, intermediate_size=32, sliding_window=512, max_position_embeddings=8192,
     )  # fmt: skip
     options = {"block_size": 32, "kv_tokens": 8192, "max_num_seqs": 4, "max_batch_tokens": 1024, "cpu_offload_gib": 0, **config}
-    return Engine(EngineConfig(dtype="bfloat16", threads=2, **options), Model(made, "gemma3"))
+    return Engine(EngineConfig(dtype="bfloat16", threads=1, **options), Model(made, "gemma3"))
 
 
 def test_a_child_of_a_long_prompt_holds_its_windows() -> None:

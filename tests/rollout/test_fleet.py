@@ -834,6 +834,7 @@ def test_a_host_is_divided() -> None:
 # under an adversary
 
 
+@pytest.mark.long
 def test_a_short_chaos() -> None:
     found = Chaos(seed=1, replicas=4, router_lives_s=(1.0, 1.5)).run(4.0)
     print(json.dumps(found))

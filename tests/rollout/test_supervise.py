@@ -60,7 +60,13 @@ def supervised(folder: Path) -> Iterator[tuple[Supervisor, str, Callable[[], int
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("how", [signal.SIGUSR1, signal.SIGKILL], ids=["its loop stands", "it is killed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGUSR1, id="its loop stands"),
+        pytest.param(signal.SIGKILL, id="it is killed", marks=pytest.mark.long),
+    ],
+)
 def test_a_service_that_stands_or_dies_goes_on_with_what_it_had(tmp_path: Path, how: signal.Signals) -> None:
     with supervised(tmp_path) as (supervisor, address, status), RolloutClient(address, restart_timeout_s=WAIT) as client:
         handle = client.submit([5], Sampling(n=2, max_tokens=1500, seed=3))

@@ -50,7 +50,7 @@ def samples_of(made: PreTrainedModel, groups: list[Group], **config: Any) -> tup
 def engine_of(made: PreTrainedModel, **config: Any) -> Engine:
     """Make an engine over a copy of a model, whose samples may not depend on the batch."""
     dtype = str(made.dtype).removeprefix("torch.")
-    engine = Engine(EngineConfig(**{**ROOMY, "threads": 2, "dtype": dtype, **config}), Model(copy.deepcopy(made), "m"))
+    engine = Engine(EngineConfig(**{**ROOMY, "threads": 1, "dtype": dtype, **config}), Model(copy.deepcopy(made), "m"))
     assert "/batch" not in engine.arithmetic, engine.status()["computed_by_reason"]
     return engine
 
