@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+gc.disable()  # until tests are collected: what is imported stays, and looking through it for garbage takes a third of that time
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does; read when torch is loaded
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything
 os.environ.setdefault("WANDB_INIT_TIMEOUT", "110")  # its process starts late on a loaded machine
@@ -57,6 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
     # first, and so in one process of several: each process that has some starts a service
     items.sort(key=lambda item: "tiny_service" not in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
