@@ -129,7 +129,8 @@ attention, convolutions and scans of this package. In both cases a token's bits 
 products*: torch computes some product, so the last bits of samples may depend on the batch; the log gives the reason at load.
 The column is for the tested model in bf16 on an x86 CPU. Native layers need heads of a multiple of 32 columns, and other sizes:
 `glm4_moe`, `mixtral`, `olmoe` and `qwen3_moe` as published have them too. On CUDA recurrent layers run in Triton, and
-experts too with `exact`: see [cuda.md](decisions/cuda.md). Modules that text never reaches, such as towers for images, stay as they are.
+experts too with `exact`: see [cuda.md](decisions/cuda.md). Modules that text never reaches, such as towers for images, stay
+as they are.
 
 {served}
 ## Refused
