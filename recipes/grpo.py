@@ -104,6 +104,8 @@ class Options:
     """CPU threads of the trainer, and as many of the service"""
     kv_gib: float = 0.5
     """KV pool of the service, and as much host memory behind it"""
+    address: str = ""
+    """of a service of this model that runs, or of a cache in front of it (`rollout cache`); default: start a service"""
     out: Path = Path("grpo-run")
     """folder for rewards.jsonl, curves.png and wandb's files"""
     save: Path | None = None
@@ -427,9 +429,11 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
     task, tokenizer = task_of(options, folder, model)
     with ExitStack() as stack:
         run = open_wandb(options, stack) if options.wandb else None
-        say("starting the service")
-        service = stack.enter_context(service_process(service_config(options, folder)))
-        client = stack.enter_context(RolloutClient(service.endpoint, name="grpo"))
+        address = options.address
+        if not address:
+            say("starting the service")
+            address = stack.enter_context(service_process(service_config(options, folder))).endpoint
+        client = stack.enter_context(RolloutClient(address, name="grpo"))
         if options.exact:
             use_exact(policy.policy_of(model), client.info.arithmetic)
         elif not fast_in_bf16():

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from rollout.bench import (
+    cache,
     conversations,
     delta,
     experts,
@@ -38,6 +39,7 @@ from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
 BENCHMARKS = {
+    "cache": Benchmark(cache.measure, in_process=False),
     "conversations": Benchmark(conversations.measure, in_process=False),
     "delta": Benchmark(delta.measure, in_process=False),
     "experts": Benchmark(experts.measure),

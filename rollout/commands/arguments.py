@@ -251,6 +251,25 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     """lowest level of what is logged to standard error"""
 
 
+class CacheArgs(msgspec.Struct, kw_only=True):
+    """Answer groups that were seen before from a folder, and pass all others to a service. docs/cache.md"""
+
+    address: tyro.conf.Positional[str] = DEFAULT_ENDPOINT
+    """address of the service, or a connection file"""
+    dir: str = "rollout-cache"
+    """folder of the answers; one process at a time uses it"""
+    gib: float = 50.0
+    """maximum size of the folder; the answers that were used longest ago are deleted first"""
+    endpoint: str = "tcp://127.0.0.1:5657"
+    """bind address, for clients of this user on this host: tcp://127.0.0.1:PORT or ipc://PATH. Port 0 or *: any free port"""
+    offline: bool = False
+    """use no service: groups and refreshes that are not in the folder are refused"""
+    ready_file: str | None = None
+    """write the address to this file once the process listens"""
+    wait: float = 0.0
+    """seconds to wait for a service that is still starting"""
+
+
 class BenchArgs(msgspec.Struct, kw_only=True):
     """Run named workloads through the whole service and print a table."""
 
@@ -292,7 +311,19 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """replicas in the `fleet` benchmark"""
 
 
-Command = ServeArgs | HttpArgs | GenerateArgs | StatusArgs | TopArgs | ControlArgs | FleetArgs | KeysArgs | BenchArgs | DemoArgs
+Command = (
+    ServeArgs
+    | HttpArgs
+    | CacheArgs
+    | GenerateArgs
+    | StatusArgs
+    | TopArgs
+    | ControlArgs
+    | FleetArgs
+    | KeysArgs
+    | BenchArgs
+    | DemoArgs
+)
 
 
 def commands(settings: Config) -> dict[str, Command]:
@@ -312,6 +343,7 @@ def commands(settings: Config) -> dict[str, Command]:
         "fleet": FleetArgs(action=tyro.MISSING),
         "keys": KeysArgs(action=tyro.MISSING),
         "http": HttpArgs(),
+        "cache": CacheArgs(),
         "bench": BenchArgs(names=tyro.MISSING),
         "demo": DemoArgs(),
     }
@@ -332,6 +364,7 @@ DESCRIPTIONS = {
     "fleet": "change the replicas of a running fleet",
     "keys": "create and revoke keys",
     "http": "serve HTTP APIs in front of a running service",
+    "cache": "answer groups that were seen before, without computing them",
     "bench": "run named workloads and print a table",
     "demo": "start a small model and print its answers",
 }

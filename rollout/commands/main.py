@@ -13,6 +13,7 @@ import msgspec
 from rollout.commands import arguments, extras
 from rollout.commands.arguments import (
     BenchArgs,
+    CacheArgs,
     Command,
     ControlArgs,
     DemoArgs,
@@ -82,6 +83,10 @@ def command_of(args: Command) -> Callable[[], int]:
             from rollout.commands import http
 
             return partial(http.run, args)
+        case CacheArgs():
+            from rollout.commands import cache
+
+            return partial(cache.run, args)
         case GenerateArgs():
             from rollout.commands import generate
 
