@@ -24,7 +24,8 @@ from rollout.client.receipts import result_digest
 from rollout.engine.types import Limits, Sample, Sampling, Served
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, WeightsRefused
-from tests.support.cache import WAIT, client_of, tensors_of
+from tests.support.cache import WAIT, cache_of, client_of, tensors_of
+from tests.support.faulty_link import Proxy
 from tests.support.hash_engine import HashEngine
 from tests.support.waiting import until
 from tests.support.wire import serving, submit
@@ -95,6 +96,28 @@ def test_the_first_miss_is_where_a_change_began_to_act(tmp_path: Path, caplog: p
     assert first["version"] == 4 and first["after_hits"] == 8 and "were never seen" in first["why"]
     (line,) = [record.getMessage() for record in caplog.records if "first miss" in record.getMessage()]
     assert "version=4" in line and "weights" in line
+
+
+@pytest.mark.parametrize("side", ["client", "service"])
+def test_links_that_break_lose_and_double_nothing(side: str, tmp_path: Path) -> None:
+    """A client's link to the cache, or the cache's to the service, is cut while groups run: computed ones, then stored ones."""
+    ran = []
+    for _ in range(2):
+        with serving(HashEngine()) as service, Proxy(service.endpoint) as behind, cache_of(tmp_path, behind.address) as cache:
+            with Proxy(cache.endpoint) as before, RolloutClient(before.address) as client:  # type: ignore[attr-defined]
+                handles = []
+                for i in range(8):
+                    handles.append(client.submit(*asked(i, max_tokens=40)))
+                    (before if side == "client" else behind).cut()
+                ran.append(digests([handle.result(timeout=WAIT) for handle in handles]))
+                client.refresh(tensors_of(1), version=1)
+                ran[-1] += digests([client.submit(*asked(9)).result(timeout=WAIT)])
+                cuts = before.cuts + behind.cuts
+        assert cuts > 0
+    with serving(HashEngine()) as service, RolloutClient(service.endpoint) as client:
+        wanted = digests([client.submit(*asked(i, max_tokens=40)).result(timeout=WAIT) for i in range(8)])
+    assert ran[0] == ran[1] and ran[0][:24] == wanted
+    assert cache.tally.hits > 0, "the second run has some from the folder"
 
 
 @pytest.mark.parametrize("change", [{"seed": 7}, {"temperature": 0.5}, {"n": 2}, {"max_tokens": 5}, {"min_p": 0.1}])
