@@ -83,7 +83,7 @@ class TritonAttention:
         except ValueError as error:
             raise TritonUnavailable(str(error)) from error
         """for small and for large tiles"""
-        self.launches_in_fp8 = with_codes(self.launches, capacity.widest, limits.capability)
+        self.launches_in_fp8 = with_codes(self.launches)
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
         """programs that run at the same time per KV head, for small and for large tiles"""
@@ -130,11 +130,14 @@ class TritonAttention:
         return Prepared._make((*self._views(self._arrays), launched))
 
     def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
-        small, large = (launch.rows // self.capacity.group for launch in self.launches)
+        small, large = (launch.rows // self.capacity.group for launch in self._launches_over(kv))
         return cut(
             batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size, sizes=(small, large),
             groups=self.groups, max_parts=max_parts,
         )  # fmt: skip
+
+    def _launches_over(self, kv: PagedKV) -> Launches:
+        return self.launches_in_fp8 if is_fp8(kv.data) else self.launches
 
     def _views(self, whole: Any) -> tuple[Any, ...]:
         ends = (*self._starts[1:].tolist(), len(whole))
@@ -185,7 +188,7 @@ class TritonAttention:
         kept = {"FP8": is_fp8(data), "NATIVE": self._converts}
         out = torch.empty((padded, q_heads, width), dtype=query.dtype, device=query.device)
         kernels, (*attends, merges) = self._kernels, arrays.launched
-        for kind, launch in enumerate(self.launches_in_fp8 if is_fp8(data) else self.launches):
+        for kind, launch in enumerate(self._launches_over(kv)):
             if attends[kind]:
                 kernels.attend[(self.groups[kind] * heads,)](
                     query, out, data, scales_as(data, torch.int32), arrays.table, arrays.positions, arrays.parts,
