@@ -84,7 +84,8 @@ PRODUCTION = Heads()
 FP8 = PRODUCTION._replace(fp8=True)
 SHORT = PRODUCTION, FP8
 SHAPES = (
-    *SHORT, *(each._replace(block=32) for each in SHORT), Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
+    *SHORT, *(each._replace(block=32) for each in SHORT),
+    Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
     Heads(dim=64, group=3, kv_heads=3, fp8=True), Heads(dim=256, group=2, kv_heads=4, fp8=True),
     Heads(dim=512, group=8, kv_heads=1),
     Heads(dim=64, group=8, sinks=True), Heads(dim=256, group=2, kv_heads=4, cap=True),
@@ -144,8 +145,8 @@ def disassembled(cubin: bytes, nvdisasm: Path) -> str:
 
 
 def turn_instructions(assembly: str) -> int:
-    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way: what runs at the end
-    of a chunk only is left out. 0: no loop has products."""
+    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without what runs at
+    the end of a chunk only. 0: no loop has products."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in assembly.splitlines():
@@ -204,8 +205,8 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
     width, value = power_of_two(max(heads.dim, 16)), heads.value_dim or heads.dim
     return {
         "HEADS": heads.kv_heads, "HEADS_PAD": power_of_two(heads.kv_heads), "GROUP": heads.group,
-        "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": heads.block, "CHUNK": 256, "SPAN": 8,
-        "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
+        "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": heads.block, "CHUNK": 256,
+        "SPAN": 8, "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
         "FP8": heads.fp8, "VALUE": value, "VALUE_PAD": power_of_two(max(value, 16)), "CAP": heads.cap, "SINKS": heads.sinks,
     }  # fmt: skip
 
