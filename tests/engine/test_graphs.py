@@ -282,9 +282,8 @@ def test_nothing_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -
     decode = [size for size in reversed(sizes(40)) if size > 1 for _ in range(2)]
     assert captured == [40] * len(graphs.mixed) + decode, "one row is padded to two"
     steps = len(graphs.mixed) + 9
-    assert (
-        "warming up step=1 of=%d sequences=40 tokens=4000" % steps in caplog.text and f"step={steps} of={steps}" in caplog.text
-    )
+    first, last = f"warming up step=1 of={steps} sequences=40 tokens=4000", f"step={steps} of={steps}"
+    assert first in caplog.text and last in caplog.text
     with torch.inference_mode():
         for rows in range(1, 41):
             graphs.forward(by_hand([1] * rows, [*range(rows)], 0, large=rows % 2 > 0), None, None)  # type: ignore[arg-type]
