@@ -38,8 +38,8 @@ class InPlaceStaging(DeviceStaging):
         return super().feed(source)
 
     def write(self) -> None:
-        """Copy the payload into the live tensors, with no step in flight. Raises InvalidWeights, and what the source raises, and
-        the live tensors have no version then."""
+        """Copy the payload into the live tensors, with no step in flight. Raises InvalidWeights and what the source raises; the
+        weights are lost then."""
         assert self.complete and self._memory.hashes is not None
         with self._streams.stream(self._stream):
             self._stream.wait_stream(self._streams.current_stream(self._memory.device))

@@ -188,7 +188,7 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
 
     widest = max(heads.dim, heads.value_dim)
     launches = choose(heads.group, widest, heads.itemsize, KNOWN[capability])
-    launches = with_codes(launches) if heads.fp8 else launches
+    launches = with_codes(launches, widest) if heads.fp8 else launches
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,
