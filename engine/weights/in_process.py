@@ -20,7 +20,8 @@ def update_from(
     """Return the update that (name, tensor) pairs make, and its source. If all tensors are on the device of `memory`, they are
     hashed and read there, and no copy goes to the host. Raises InvalidWeights naming the tensor."""
     infos = [info_of(name, tensor) for name, tensor in pairs]
-    if memory.is_host or memory.hashes is None or any(tensor.device.type != memory.device.type for _, tensor in pairs):
+    here = torch.empty(0, device=memory.device).device
+    if memory.is_host or memory.hashes is None or any(tensor.device != here for _, tensor in pairs):
         described = [describe(name, tensor) for name, tensor in pairs]
         manifest = [with_digest(*each) for each in described]
         return WeightUpdate(manifest, version, partial), source_of(data for _, data in described)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import versions
 from rollout.engine.cuda import compiled
+from rollout.engine.forward import versions
 from tests.support.tiny import tiny_engine
 
 

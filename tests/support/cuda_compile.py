@@ -145,8 +145,8 @@ def disassembled(cubin: bytes, nvdisasm: Path) -> str:
 
 
 def turn_instructions(assembly: str) -> int:
-    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without what runs at
-    the end of a chunk only. 0: no loop has products."""
+    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without the
+    end of a chunk. 0: no loop has products."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in assembly.splitlines():

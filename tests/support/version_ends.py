@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from rollout.engine.cuda.compiled import SUPPORTED as TRITON
-from rollout.engine.versions import SUPPORTED
+from rollout.engine.forward.versions import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ROOT / ".venv-oldest"
