@@ -369,9 +369,7 @@ def attend(
     window: 0 = all. CAP: a soft cap: products times `before` go through tanh, and `scaling` is the cap, times log2(e). SINKS:
     sinks [q_heads]."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
-    row = tl.arange(0, M)
-    d = tl.arange(0, DIM_PAD)
-    e = columns(VALUE_PAD, FP8)
+    row, d, e = tl.arange(0, M), tl.arange(0, DIM_PAD), columns(VALUE_PAD, FP8)
     for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
         head = work % HEADS
         first, tokens, blocks, begin, end, split = fields(tiles + (work // HEADS) * COLUMNS, table)
