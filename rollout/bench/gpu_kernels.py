@@ -122,7 +122,7 @@ def timed(bench: Bench, run: Callable[[], torch.Tensor]) -> tuple[float, torch.T
 
 def flashinfer(kv: Any, contexts: np.ndarray, table: np.ndarray, query: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return FlashInfer's decode attention over the same pool, which it reads where it is."""
-    import flashinfer as other  # the extra `flashinfer`
+    import flashinfer as other  # pip install flashinfer-python
 
     device, heads, dim = query.device, kv.geometry.kv_heads, query.shape[2]
     blocks = -(-contexts // kv.block_size)
