@@ -27,7 +27,7 @@ from rollout.engine.forward.batch import padded  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
 from rollout.engine.worker import ModelKernels, Worker  # noqa: E402
-from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
+from tests.support.fake_device import eager_memory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
@@ -106,7 +106,7 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(
 ) -> None:
     eager, _ = small_engine(None)
     monkeypatch.setattr("rollout.engine.memory.pinned", anonymous)
-    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: FakeDeviceMemory(HostDriver()))
+    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(HostDriver()))
     graphed, stub = small_engine(Captured)
     assert stub is not None
     sample = wanted["a", 0]

@@ -50,7 +50,7 @@ def oldest() -> str:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(OLDEST)], check=True, timeout=300)
         pinned = [f"{name}=={version}.*" for name, version in wanted(0).items()]
-        pinned.append("numpy<2.5")  # of which Triton 3.6's interpreter takes no scalars
+        pinned.append("numpy<2.4")  # of which Triton 3.6's interpreter takes no scalars
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *pinned, f"{ROOT}[dev]"], check=True, timeout=3600)
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "rl-rollout"], check=True, timeout=300)
     return str(python)
