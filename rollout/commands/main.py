@@ -13,6 +13,7 @@ import msgspec
 from rollout.commands import arguments, extras
 from rollout.commands.arguments import (
     BenchArgs,
+    BisectArgs,
     CacheArgs,
     Command,
     ControlArgs,
@@ -21,6 +22,8 @@ from rollout.commands.arguments import (
     GenerateArgs,
     HttpArgs,
     KeysArgs,
+    LedgerArgs,
+    ReplayArgs,
     ServeArgs,
     StatusArgs,
     TopArgs,
@@ -116,6 +119,18 @@ def command_of(args: Command) -> Callable[[], int]:
             from rollout.commands import keys
 
             return partial(keys.run, args)
+        case LedgerArgs():
+            from rollout.commands import ledger
+
+            return partial(ledger.run, args)
+        case BisectArgs():
+            from rollout.commands import bisect
+
+            return partial(bisect.run, args)
+        case ReplayArgs():
+            from rollout.commands import replay
+
+            return partial(replay.run, args)
         case BenchArgs():
             return bench(args)
         case DemoArgs():
