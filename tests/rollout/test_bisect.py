@@ -283,7 +283,7 @@ def with_sample(run: ledger.RecordedRun, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "kind", "words"),
     [
-        ({"result": "00" * 20, "marks": ("00" * 3,)}, "log-prob", "not all log-probs: the first other one is of token 0"),
+        ({"result": "00" * 20, "marks": ("00" * 2,)}, "log-prob", "not all log-probs: the first other one is of token 0"),
         ({"result": "00" * 20, "token_digest": "00", "finish_reason": "cut", "tokens": 19}, "end", "ends after (20, 'length')"),
         ({"result": "00" * 20, "weight_versions": ((0, 0), (3, 1))}, "refresh at another token", "[(0, 0), (3, 1)] in b"),
         ({"result": "00" * 20, "kv_versions": ((5, 0, 0),)}, "other KV", "KV of other weights"),
@@ -357,7 +357,7 @@ def test_marks_bound_the_first_other_token(tmp_path: Path) -> None:
         marks = r.marks_of(made)
         return ledger.RecordedSample(
             index=0, finish_reason="length", tokens=len(ids), result="", token_digest=r.token_digest(ids).hex(),
-            marks=tuple(marks[i : i + 3].hex() for i in range(0, len(marks), 3)), weight_versions=(), kv_versions=(), seed=0,
+            marks=tuple(marks[i : i + r.MARK].hex() for i in range(0, len(marks), r.MARK)), weight_versions=(), kv_versions=(), seed=0,
             token_ids=None, logprobs=None, place=0,
         )  # fmt: skip
 

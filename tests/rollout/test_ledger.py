@@ -17,11 +17,11 @@ import pytest
 from rollout import ledger
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger import records
 from rollout.ledger.frames import HEADER, DamagedLedger, frames
 from rollout.ledger.writer import LedgerWriter
-from rollout.service.recording import AcceptedAs
+from rollout.service.recording import AcceptedAs, AppliedRefresh
 from tests.support.cache import tensors_of
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import ROOM, WAIT, asked, recorded, trained
@@ -126,20 +126,28 @@ def test_scored_tokens_are_not_drawn_and_not_recorded(path: Path) -> None:
 
 
 def test_the_bytes_of_a_sample(path: Path) -> None:
-    """Groups of 8 with 1,000 tokens, and weights of 300 tensors for each 64 samples."""
+    """Groups of 8 with 1,000 tokens that live through a refresh, and weights of 300 tensors for each 64 samples."""
     writer = opened(path)
-    for step in range(4):
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(300)]
+    for step in range(30):
         for i in range(8):
             group = Group(f"s{step}g{i}", np.arange(40, dtype=np.int32), Sampling(n=8, seed=2**62 + i))
             writer.accepted(AcceptedAs(f"step {step}/{i}", 1), group, step)
             for index in range(8):
                 sample = one_sample(i, 1000, group.id)
-                writer.ended(msgspec.structs.replace(sample, index=index, weight_versions=[(0, step), (500, step + 1)]))
+                spans = [(0, step), (500, step + 1)], [(500, 0, step), (500, 540, step + 1)]
+                writer.ended(msgspec.structs.replace(sample, index=index, weight_versions=spans[0], kv_versions=spans[1]))
+        manifest = [TensorInfo(name, "bfloat16", (9, 9), f"{step:032x}") for name in names]
+        result = Refreshed(
+            version=step + 1, via="shm", bytes=1, seconds=0, staged_seconds=0, paused_seconds=0, digest=f"{step:064x}"
+        )
+        writer.refreshed(AppliedRefresh(result, "keep", False, False, manifest), HashEngine())  # type: ignore[arg-type]
         writer.commit()
     writer.close()
-    each = path.stat().st_size / 256
+    each = path.stat().st_size / (30 * 64)
     print(f"{each:.1f} bytes a sample")
     assert each <= 150
+    assert [len(refresh.changed) for refresh in ledger.read(path).refreshes] == [300] * 30
 
 
 def test_prompts_and_tokens_are_secret_unless_asked_for(tmp_path: Path) -> None:
@@ -274,9 +282,9 @@ def test_a_full_file_is_followed_by_another_one(path: Path) -> None:
 KILLED = """
 import sys
 import numpy as np
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger.writer import LedgerWriter
-from rollout.service.recording import AcceptedAs
+from rollout.service.recording import AcceptedAs, AppliedRefresh
 from tests.support.hash_engine import HashEngine
 
 writer = LedgerWriter(sys.argv[1], 1 << 30)
