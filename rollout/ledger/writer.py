@@ -256,7 +256,7 @@ class LedgerWriter(Ledger):
         tensors = weights.live_manifest() if isinstance(weights, HasDigests) else refresh.manifest
         sent = not isinstance(weights, HasDigests)
         live = r.WeightsLive(
-            result.version, bytes.fromhex(hex_of(Served(result.version, result.digest))), r.POLICIES.index(refresh.kv), [],
+            result.version, bytes.fromhex(hex_of(Served(result.version, result.digest))), r.POLICIES.index(refresh.kv), b"",
             time.time(), sent, refresh.partial, refresh.adapter,
         )  # fmt: skip
         self._weights(live, tensors)

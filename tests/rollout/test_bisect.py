@@ -357,7 +357,8 @@ def test_marks_bound_the_first_other_token(tmp_path: Path) -> None:
         marks = r.marks_of(made)
         return ledger.RecordedSample(
             index=0, finish_reason="length", tokens=len(ids), result="", token_digest=r.token_digest(ids).hex(),
-            marks=tuple(marks[i : i + r.MARK].hex() for i in range(0, len(marks), r.MARK)), weight_versions=(), kv_versions=(), seed=0,
+            marks=tuple(marks[i : i + r.MARK].hex() for i in range(0, len(marks), r.MARK)),
+            weight_versions=(), kv_versions=(), seed=0,
             token_ids=None, logprobs=None, place=0,
         )  # fmt: skip
 

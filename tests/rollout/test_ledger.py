@@ -23,6 +23,7 @@ from rollout.ledger.frames import HEADER, DamagedLedger, frames
 from rollout.ledger.writer import LedgerWriter
 from rollout.service.recording import AcceptedAs, AppliedRefresh
 from tests.support.cache import tensors_of
+from tests.support.fleet import fleet_of, router_of
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import ROOM, WAIT, asked, recorded, trained
 from tests.support.wire import serving
@@ -179,6 +180,18 @@ def test_rows_and_columns_are_plain(path: Path) -> None:
         columns = run.columns(table)  # type: ignore[arg-type]
         assert set(columns) == set(rows[0]) and all(len(column) == count for column in columns.values())
     assert run.rows("samples")[0]["token_ids"] and run.columns("samples")["step"] == [0] * 6
+
+
+def test_a_router_writes_one_for_all_replicas(path: Path) -> None:
+    """Digests of tensors are of what the trainer sent."""
+    with fleet_of(2) as (fleet, _), router_of(fleet, ledger=LedgerWriter(str(path), ROOM)) as router:
+        with RolloutClient(router.endpoint) as client:
+            groups = trained(client, 2)
+            receipts = [client.receipt(sample, *asked(10 * (i // 2) + i % 2)) for i, g in enumerate(groups) for sample in g]
+    run = ledger.read(path)
+    assert [run.receipt(group, group.samples[i]) for group in run.groups for i in range(3)] == receipts
+    assert [refresh.version for refresh in run.refreshes] == [1, 2] and all(refresh.sent for refresh in run.refreshes)
+    assert sorted(run.refreshes[0].changed) == ["w0", "w1", "w2", "w3"]
 
 
 # files
