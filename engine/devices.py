@@ -175,7 +175,7 @@ class CpuDevice:
         if name == "triton":  # in Triton's interpreter
             return triton_attention(self.memory.device, capacity)
         if self._without_native:
-            raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the slow torch reference')
+            raise ValueError(f'attention="native": {self._without_native}; attention="auto" selects the slow torch reference')
         return NativeAttention(self._threads, self.isa)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:

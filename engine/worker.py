@@ -270,7 +270,7 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
     if config.latent_kv != stores_latents(module_of(model)):
         raise ValueError(
-            f"latent_kv={config.latent_kv}: {model.name} was given otherwise; call use_latent_kv, or plain_kv, first"
+            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
         )
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
@@ -375,7 +375,7 @@ def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
     `EngineConfig.drafts` as the user set it. Raises ValueError."""
     if asked:
         raise ValueError(
-            f"drafts={asked}: without the kernels of the CPU, a recurrent state cannot go back behind a rejected draft; set 0, "
+            f"drafts={asked}: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state; set 0, "
             "or leave it out"
         )
     return msgspec.structs.replace(config, drafts=0)
