@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -78,9 +78,7 @@ log = logging.getLogger(__name__)
 class Graphs(Protocol):
     """Forwards that run as captured graphs; see `rollout.engine.cuda.graphs.StepGraphs`."""
 
-    sizes: list[int]
-    """tokens of the captured decode steps"""
-
+    def warm_up_shapes(self, context: int) -> Iterator[tuple[int, int]]: ...
     def covers(self, batch: Batch) -> bool: ...
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
     def warm(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
@@ -259,7 +257,8 @@ class CudaDevice:
         if config.exact:
             make_exact(model.module)
             return ExecutionPath(None, ARITHMETIC + mixed, None, "")
-        if config.advanced.fused_layers:
+        fused = config.advanced.fused_layers
+        if fused or (fused is None and not config.routed_experts):
             path = fuse(model, backend)
             return path._replace(arithmetic=path.arithmetic + mixed)
         return ExecutionPath(None, torch_arithmetic() + mixed, None, "") if mixed else None

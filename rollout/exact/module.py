@@ -119,11 +119,11 @@ def _probe(model: Any) -> Callers:
 
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
-    wanted = on_device.arithmetic_of(model)
+    wanted = on_device.arithmetic_of(model, model.device)
     if arithmetic not in (None, wanted):
         raise ValueError(
-            f"the service computes with arithmetic {arithmetic!r}, a trainer on CUDA with {wanted}: start the "
-            "service with device = cuda and exact = true"
+            f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
+            "cuda and exact = true, on GPUs of the trainer's compute capability and with its minor version of Triton"
         )
     attends = use_exact_attention(model, block_size)
     try:
