@@ -48,7 +48,7 @@ class AsyncRolloutClient(BaseClient):
     `submit` and its relatives return at once; `await` their handles. Cancelling a task that waits for samples, also by
     `asyncio.timeout`, aborts its groups. One client may serve several event loops.
 
-    A prompt of text needs the tokenizer, which the first one loads: seconds in which the event loop stands still, except in
+    A prompt of text needs the tokenizer, which the first one loads: this blocks the event loop for seconds, except in
     `generate`, `generate_groups` and `score`, which load it in a thread.
 
     The arguments are those of `RolloutClient`; `connect_timeout_s` bounds the wait at the start of the block."""

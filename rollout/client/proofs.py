@@ -74,7 +74,7 @@ class ProvingClient(BaseClient):
         timeout: float | None = None,
     ) -> list[Reproduced]:
         """Make samples again from their receipts, and compare them with the digests there. Returns one result for each receipt,
-        in their order. Samples that lived through refreshes with kv="keep" are made through the same refreshes.
+        in their order. For samples that were generated during refreshes with kv="keep", the refreshes are repeated.
 
         Args:
             receipts: of any service of the same arithmetic; those of another one cannot be made here (`Reproduced.equal` is

@@ -1,10 +1,10 @@
-"""Replay: samples are made again from their receipts, those that lived through refreshes too.
+"""Replay: generates samples again from their receipts, also those that were generated during refreshes.
 
     receipt ──→ stages ──→ for each version of the weights, ascending: make it live, run the stages of it ──→ Reproduced
 
     weight_versions [(0, 4), (9, 5)]    stage of version 4: a child of 9 tokens, whose KV stays pinned
     kv_versions [(9, 0, 4), (9, 28, 5)] refresh with kv="keep"
-                                        stage of version 5: the child continues behind its 9 tokens, with that KV
+                                        stage of version 5: the child continues after its 9 tokens, with that KV
 
 So a child waits at token t until the next version is live. KV of older weights that the child did not compute itself, such as
 that of its prompt, is built by prefills of its first tokens under those weights. The spans of the new sample say whether all
@@ -175,7 +175,7 @@ class Child:
         assert stage is not None
         self._at += 1
         if sample.finish_reason not in ("stop", "length"):
-            self.unknown(f"it ended as {sample.finish_reason!r}: {sample.error or 'the service was told to'}")
+            self.unknown(f"it ended as {sample.finish_reason!r}: {sample.error or 'by a request'}")
         elif not stage.prefill:
             self._sample = sample
             if stage.end is not None and len(sample.token_ids) < stage.end:
