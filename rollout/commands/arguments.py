@@ -256,7 +256,7 @@ class ReplayArgs(msgspec.Struct, kw_only=True):
     file: tyro.conf.Positional[str]
     """the ledger"""
     weights: str
-    """folder of safetensors; or one with a folder for each version that the step has lived through, such as ckpt/412"""
+    """folder of safetensors; or one with a folder for each version that the samples span, such as ckpt/412"""
     out: str
     """JSONL file to write; - = standard output"""
     step: int | None = None
