@@ -178,9 +178,32 @@ def _epochs(run: RecordedRun) -> list[Epoch]:
             tensors = tensors | refresh.changed
             places[number, refresh.version] = len(epochs)
             epochs.append(Epoch(refresh.version, refresh.digest, refresh, tensors, []))
-    for group in run.groups:
+    for group in _whole(run.groups):
         epochs[places.get((group.service, group.version), len(epochs) - 1)].groups.append(group)
     return epochs
+
+
+def _whole(groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:
+    """Join the groups that a service continued after its restart with those that its predecessor had accepted."""
+    whole: list[RecordedGroup] = []
+    places: dict[str, int] = {}
+    for group in groups:
+        place = places.get(group.group_id)
+        before = None if place is None else whole[place]
+        if place is not None and before is not None and group.service > before.service and _goes_on(before, group):
+            whole[place] = msgspec.structs.replace(before, samples=before.samples | group.samples)
+            continue
+        places[group.group_id] = len(whole)
+        whole.append(group)
+    return whole
+
+
+def _goes_on(before: RecordedGroup, group: RecordedGroup) -> bool:
+    """Return whether a group is what was left of another one."""
+    same = before.prompt == group.prompt and _seed(group) in (None, _seed(before)) and len(before.samples) < len(before.indices)
+    return same and all(
+        before.samples[i].result == group.samples[i].result for i in before.samples.keys() & group.samples.keys()
+    )
 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

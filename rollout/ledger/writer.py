@@ -289,8 +289,9 @@ class LedgerWriter(Ledger):
     def close(self) -> None:
         if self._closed:
             return
-        self._pending.append(r.Stopped())
-        self.commit()
+        if self._about is not None:
+            self._pending.append(r.Stopped())
+            self.commit()
         self._closed = True
         try:
             self._file.close()

@@ -332,6 +332,28 @@ def test_runs_of_other_lengths(tmp_path: Path) -> None:
     assert difference is not None and "b has no records" in difference.why
 
 
+def test_a_run_whose_service_was_killed_is_equal_to_one_that_ran_through(tmp_path: Path) -> None:
+    """With a journal, the next service continues the children that had not ended, with the weights of before."""
+    Plain().write(tmp_path / "a.ledger")
+    a, b = ledger.read(tmp_path / "a.ledger"), ledger.read(tmp_path / "a.ledger")
+    b.services[0] = msgspec.structs.replace(b.services[0], closed=False)
+    last = b.refreshes[2]
+    b.services.append(msgspec.structs.replace(b.services[0], version=last.version, digest=last.digest, closed=True))
+    cut = next(i for i, group in enumerate(b.groups) if group.version == last.version) + 1
+    rest = b.groups[cut]
+    left = msgspec.structs.replace(rest, service=1, indices=tuple(rest.samples), samples=dict(list(rest.samples.items())[1:]))
+    for group in b.groups[cut + 1 :]:
+        group.service = 1
+    for refresh in b.refreshes[3:]:
+        refresh.service = 1
+    rest.samples = dict(list(rest.samples.items())[:1])
+    b.groups.insert(cut + 1, left)
+    assert bisect(a, b) is None and bisect(b, a) is None
+    left.samples = {index: msgspec.structs.replace(sample, result="00" * 20) for index, sample in left.samples.items()}
+    difference = bisect(a, b)
+    assert left.samples and difference is not None and difference.kind in ("token", "log-prob")
+
+
 def test_random_ids_are_matched_by_their_order(tmp_path: Path) -> None:
     Seed().write(tmp_path / "b.ledger")
     Plain().write(tmp_path / "a.ledger")

@@ -372,6 +372,15 @@ def test_a_service_does_not_start_with_a_ledger_that_it_cannot_write(path: Path,
         opened(path)
 
 
+def test_a_service_that_never_started_leaves_no_record(path: Path) -> None:
+    data = small(path)
+    LedgerWriter(str(path), ROOM).close()
+    assert path.read_bytes() == data
+    other = path.with_name("other")
+    LedgerWriter(str(other), ROOM).close()
+    assert not ledger.read(other).services
+
+
 def test_without_a_ledger_nothing_is_written() -> None:
     with serving(HashEngine()) as service, RolloutClient(service.endpoint) as client:
         client.submit(*asked(1)).result(timeout=WAIT)
