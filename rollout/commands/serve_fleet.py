@@ -26,6 +26,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.types import Limits, Served
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
+from rollout.fleet.owners import Ban, Owners
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.transport.errors import ServiceLost
@@ -48,12 +49,18 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
     not start."""
     from rollout.fleet.fleet import Fleet, FleetOptions
     from rollout.fleet.replica_set import Predecessor
+    from rollout.fleet.verifier import Verification
+    from rollout.service.journal import BanRow
 
+    fleet_config = config.fleet
+    owners = Owners(fleet_config.trust)
+    if journal is not None:
+        owners = Owners(fleet_config.trust, [Ban(*row) for row in journal.bans()], lambda ban: journal.banned(BanRow(*ban)))
     with ExitStack() as stack:
         try:
             # so that a port in use, or unusable keys, are reported before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
-            joins, launcher = make_replicas(config)
+            joins, launcher = make_replicas(config, owners)
             sinks = open_sinks(config.tracking, config.engine.model)
             progress.begin(f"waiting for {described(config)}")
         except models.ModelNotFound as error:
@@ -65,7 +72,12 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         fleet = Fleet(
             joins,
             launcher,
-            options=FleetOptions(config.limits, config.fleet.replica_grace_s, config.engine.seed),
+            options=FleetOptions(
+                config.limits,
+                fleet_config.replica_grace_s,
+                config.engine.seed,
+                Verification(fleet_config.verify, fleet_config.verify_wait_s),
+            ),
             predecessor=Predecessor(before, returning=survivors or before.version > 0),
         )
         stack.callback(fleet.close)
@@ -83,7 +95,7 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         yield service
 
 
-def make_replicas(config: Config) -> tuple[JoinListener, LauncherLike | None]:
+def make_replicas(config: Config, owners: Owners) -> tuple[JoinListener, LauncherLike | None]:
     """Listen for replicas, and start those that the configuration asks for. Raises ModelNotFound, InputError, CannotServe,
     ValueError."""
     with ExitStack() as started:
@@ -99,7 +111,7 @@ def make_replicas(config: Config) -> tuple[JoinListener, LauncherLike | None]:
             launcher = local = local_launcher(config)
             started.callback(local.close)
             endpoints.append(JoinEndpoint(ServiceEnd(local.folder.endpoint, Limits()), local.admit))
-        joins = JoinListener(*endpoints)
+        joins = JoinListener(*endpoints, owners=owners)
         started.pop_all()  # the fleet closes them
     return joins, launcher
 

@@ -155,6 +155,21 @@ def keyed_router(tmp_path: Path) -> Iterator[Router]:
     one.close()
 
 
+def test_a_banned_key_is_refused_under_any_name(keyed_router: Router) -> None:
+    """With the reason. Other keys join, also under the name of a banned replica."""
+    liar, other = keyed_router.dealer("replica"), keyed_router.dealer("replica")
+    server = files.read_service(keyed_router.file).public  # type: ignore[arg-type]  any key will do
+    assert keyed_router.ask(liar, join(server=server)) == m.Joined()
+    known = keyed_router.joins._known["a"]
+    owner = known.owner
+    assert (owner.id, owner.name, owner.trusted) == (known.key, "key k0", False) and len(known.key) == 40
+    keyed_router.joins.owners.ban(owner, "first_bad=7")
+    for name in ("a", "b"):
+        assert keyed_router.ask(liar, join(name, server=server)) == "forbidden"
+    keyed_router.now = 10.0
+    assert keyed_router.ask(other, join(server=server)) == m.Joined()
+
+
 def join(name: str = "a", **fields: Any) -> m.Join:
     return m.Join(
         **{

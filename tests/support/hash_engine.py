@@ -86,6 +86,8 @@ class Child:
     seed: int
     state: int
     tokens: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    """to be drawn again"""
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -171,13 +173,15 @@ class HashEngine:
         assert seed is not None, "a router draws the seeds"
         for index in group.wanted:
             child = Child(group, index, seed, start(group.prompt, seed, index))
-            if index in partials:
+            if group.score:
+                child.given = partials[index].token_ids.tolist()
+            elif index in partials:
                 for known in partials[index].token_ids.tolist():
                     child.tokens.append(known)
                     child.state = after(child.state, known)
                 child.spans = list(partials[index].weight_versions)
             self.children.append(child)
-            if len(child.tokens) == group.sampling.max_tokens:
+            if not group.score and len(child.tokens) == group.sampling.max_tokens:
                 self._end(child, "length")
 
     def step(self) -> list[Sample]:
@@ -188,7 +192,12 @@ class HashEngine:
             child.tokens.append(token(self.key, child.state))
             child.state = after(child.state, child.tokens[-1])
             self.made["generated_tokens"] += 1
-            if len(child.tokens) == child.group.sampling.max_tokens:
+            if child.group.redraw:  # all in one step, as a prefill
+                while child.tokens[-1] == child.given[len(child.tokens) - 1] and len(child.tokens) < len(child.given):
+                    child.tokens.append(token(self.key, child.state))
+                    child.state = after(child.state, child.tokens[-1])
+                self._end(child, "scored")
+            elif len(child.tokens) == child.group.sampling.max_tokens:
                 self._end(child, "error" if self.fault == "errors" else "length")
         self.made["steps"] += 1
         ended, self.ended = self.ended, []
