@@ -33,6 +33,12 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """bind address of --service.endpoint; any other than loopback needs --service.keys"""
     journal: str | None = None
     """short for --service.journal"""
+    ledger: str | None = None
+    """short for --service.ledger"""
+    ledger_prompts: bool = False
+    """short for --service.ledger-prompts"""
+    ledger_tokens: bool = False
+    """short for --service.ledger-tokens"""
     metrics_port: int | None = None
     """short for --tracking.metrics-port"""
     replicas: int | None = None
@@ -463,6 +469,19 @@ def with_journal(config: Config, journal: str | None) -> Config:
     if journal is None:
         return config
     return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, journal=journal))
+
+
+def with_ledger(config: Config, args: ServeArgs) -> Config:
+    """Lay the short flags of the ledger over the configuration. Raises InputError."""
+    short = {
+        "ledger": args.ledger or config.service.ledger,
+        "ledger_prompts": args.ledger_prompts or config.service.ledger_prompts,
+        "ledger_tokens": args.ledger_tokens or config.service.ledger_tokens,
+    }
+    try:
+        return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, **short))
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def with_metrics_port(config: Config, port: int | None) -> Config:

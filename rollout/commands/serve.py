@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.commands import lines
-from rollout.commands.arguments import ServeArgs, with_address, with_journal, with_metrics_port, with_model
+from rollout.commands.arguments import ServeArgs, with_address, with_journal, with_ledger, with_metrics_port, with_model
 from rollout.commands.progress import Phases, nothing, write_line
 from rollout.commands.starting import Stopper, open_journal, start
 from rollout.config import Config, InputError
@@ -101,7 +101,7 @@ def configured(args: ServeArgs) -> Config:
     if args.positional and args.model is not None:
         raise InputError(f"{args.positional} and --model {args.model}: give the model once")
     config = with_address(with_model(args.settings, args.positional or args.model), args.host, args.port)
-    config = with_metrics_port(with_journal(config, args.journal), args.metrics_port)
+    config = with_metrics_port(with_ledger(with_journal(config, args.journal), args), args.metrics_port)
     short = {"replicas": args.replicas, "listen_replicas": args.listen_replicas, "join": args.join, "ray": args.ray}
     try:
         fleet = msgspec.structs.replace(config.fleet, **{name: value for name, value in short.items() if value is not None})
