@@ -26,6 +26,7 @@ from rollout.bench import (
     sharing,
     train_step,
     turns,
+    vanish,
     verify,
 )
 from rollout.bench.against import parse
@@ -55,6 +56,7 @@ BENCHMARKS = {
     "sharing": Benchmark(sharing.measure_model, any_kv=True, on_device=True),
     "train_step": Benchmark(train_step.measure),
     "turns": Benchmark(turns.measure, in_process=False),
+    "vanish": Benchmark(vanish.measure, in_process=False),
     "verify": Benchmark(verify.measure, in_process=False),
 }
 """what is not a workload"""
