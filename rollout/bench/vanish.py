@@ -22,6 +22,7 @@ import numpy as np
 
 from rollout.bench.fleet import WAIT_S, fleet_of, wait_for
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
+from rollout.bench.inputs import RandomText
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
@@ -102,7 +103,7 @@ def run(setup: BenchSetup, sampling: Sampling, kill: bool) -> Run:
     with connected(fleet_of(engine, options.replicas)) as (_, client):
         wait_for(client, all_serve)
         before, started = computed(client), time.perf_counter()
-        prompts = setup.text.slices(0, PROMPTS, PROMPT_TOKENS)
+        prompts = RandomText(client.info.vocab_size).slices(0, PROMPTS, PROMPT_TOKENS)
         handles = submitted(client, prompts, sampling)
         kills = kill_until_done(client, handles) if kill else 0
         samples = {(handle.group.sampling.seed, one.index): one for handle in handles for one in handle.result(WAIT_S)}

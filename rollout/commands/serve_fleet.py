@@ -18,6 +18,7 @@ import psutil
 import xxhash
 
 from rollout import models
+from rollout.client.verification import BATCH
 from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
 from rollout.commands.starting import listen, open_ledger
@@ -50,12 +51,8 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
     from rollout.fleet.fleet import Fleet, FleetOptions
     from rollout.fleet.replica_set import Predecessor
     from rollout.fleet.verifier import Verification
-    from rollout.service.journal import BanRow
 
-    fleet_config = config.fleet
-    owners = Owners(fleet_config.trust)
-    if journal is not None:
-        owners = Owners(fleet_config.trust, [Ban(*row) for row in journal.bans()], lambda ban: journal.banned(BanRow(*ban)))
+    owners = owners_of(config.fleet, journal)
     with ExitStack() as stack:
         try:
             # so that a port in use, or unusable keys, are reported before a model is loaded
@@ -77,9 +74,9 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
             launcher,
             options=FleetOptions(
                 config.limits,
-                fleet_config.replica_grace_s,
+                config.fleet.replica_grace_s,
                 config.engine.seed,
-                Verification(fleet_config.verify, fleet_config.verify_wait_s),
+                Verification(config.fleet.verify, config.fleet.verify_wait_s),
             ),
             predecessor=Predecessor(before, returning=survivors or before.version > 0),
         )
@@ -90,12 +87,31 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
                 fleet.open(count=1 if survivors else config.fleet.replicas, patient=survivors, report=ready)
             else:
                 fleet.open(math.inf, count=1, patient=True, report=ready)
+            check_verifiable(config.fleet, fleet.arithmetic)
             service = listen(config, fleet, journal, ledger, Tracker(config.tracking, sinks), progress)
         except ServiceLost as error:
             raise CannotServe(f"{error.message}; the reason is above") from error
         fleet.inbox.wake = service.wake
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         yield service
+
+
+def owners_of(fleet: FleetConfig, journal: Journal | None) -> Owners:
+    """Return whom the router trusts and whom it has banned; new bans are written to the journal. Raises InputError."""
+    from rollout.service.journal import BanRow
+
+    if journal is None:
+        return Owners(fleet.trust)
+    return Owners(fleet.trust, [Ban(*row) for row in journal.bans()], lambda ban: journal.banned(BanRow(*ban)))
+
+
+def check_verifiable(fleet: FleetConfig, arithmetic: str) -> None:
+    """Raises CannotServe if samples are to be verified, and their bits depend on the batch."""
+    if fleet.verify and BATCH in arithmetic:
+        raise CannotServe(
+            f"--fleet.verify: bits of the arithmetic {arithmetic} depend on the batch, so no sample can be verified: leave "
+            "it out, or see docs/decisions/arithmetic.md"
+        )
 
 
 def make_replicas(config: Config, owners: Owners) -> tuple[JoinListener, LauncherLike | None]:

@@ -178,6 +178,8 @@ class JoinListener:
             )
         if endpoint.admits is not None and not endpoint.admits(message.name, message.pid):
             return m.Joined("stop", "another process is the replica of this name")
+        if not (owner.trusted or self.owners.open_to_all):
+            raise Busy("a trusted replica (fleet.trust) must join first: its model and weights are the fleet's")
         if known is None or (known.key, known.join.incarnation) != (key, message.incarnation):
             if known is not None and endpoint.admits is None:
                 self._check_free(known)

@@ -72,6 +72,8 @@ class Owners:
     def __init__(
         self, trusted: Collection[str] = (), bans: Iterable[Ban] = (), store: Callable[[Ban], None] = lambda ban: None
     ) -> None:
+        self.open_to_all = not trusted
+        """whether others than trusted owners may join: once trusted ones have said which model and weights are live"""
         self._trusted = frozenset(trusted)
         self._store = store
         self._by_id: dict[str, Owner] = {ban.owner: Owner(ban.owner, ban.name, ban=ban) for ban in bans}

@@ -282,6 +282,7 @@ class ReplicaSet:
             if joining or not (all_reported or now > self._returning_until):
                 return
         self.weights.settle(reported)
+        self._joins.owners.open_to_all = True
         for replica in reported:
             self._admit(replica)
 

@@ -1,4 +1,4 @@
-"""`rollout bench vanish` in small, and what its rows say."""
+"""`rollout bench vanish` and `rollout bench trust` in small, and what their rows say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.bench import BenchOptions, vanish
+from rollout.bench import BenchOptions, trust, vanish
 from rollout.bench.harness import BenchFailed, BenchSetup
 from rollout.bench.inputs import save_tiny
 from rollout.engine.types import Sample
@@ -39,3 +39,20 @@ def test_no_sample_is_lost_with_its_machine(tmp_path: Path) -> None:
     *rows, summary = vanish.measure(BenchSetup(options))
     assert summary["kills"] >= 2 and (summary["lost"], summary["different"]) == (0, 0)
     assert [row["run"] for row in rows] == ["calm", "begin_again", "continue"]
+
+
+def test_a_lie_of_an_honest_replica_ends_the_benchmark() -> None:
+    fleet = {"verified": 3, "unverifiable": 0, "verify_skipped": 0, "bans": [{"why": "first_bad=7"}]}
+    assert trust.counted({**fleet, "lies": 0}) == {"verified": 3, "unverifiable": 0, "verify_skipped": 0}
+    with pytest.raises(BenchFailed, match="first_bad=7"):
+        trust.counted({**fleet, "lies": 1})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_what_verification_costs(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", 64, 259, "float32")
+    options = BenchOptions(("trust",), model=str(model), scale=0.25, repeat=1, dtype="float32", threads=1)
+    *rows, summary = trust.measure(BenchSetup(options))
+    assert [row["share"] for row in rows] == list(trust.SHARES) and summary["verified"]["1.0"] > 0
+    assert summary["skipped"] == {"0.05": 0, "1.0": 0} and all(ratio > 0 for ratio in summary["cpu_ratio"].values())

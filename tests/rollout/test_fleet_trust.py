@@ -19,14 +19,26 @@ from rollout.client.api import RolloutClient
 from rollout.config import FleetConfig
 from rollout.engine.engine import Engine
 from rollout.engine.scheduling import queue
-from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served
+from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, manifest_digest
 from rollout.fleet import verifier as verifier_module
-from rollout.fleet.fleet import Fleet
+from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.owners import MOST_GROUPS, Ban, Owner, Owners
 from rollout.fleet.verifier import Verification
 from rollout.service.journal import BanRow, Journal
-from tests.support.fleet import KEYS, WAIT, Threads, check, collect, fleet_of, prompt, refresh, router_of, step_until
-from tests.support.hash_engine import expected
+from tests.support.fleet import (
+    KEYS,
+    WAIT,
+    Threads,
+    check,
+    collect,
+    fleet_of,
+    fleet_over,
+    prompt,
+    refresh,
+    router_of,
+    step_until,
+)
+from tests.support.hash_engine import expected, manifest_of, weights_of
 from tests.support.tiny import tiny, tiny_engine
 
 pytestmark = pytest.mark.usefixtures("loads_quickly")
@@ -496,6 +508,36 @@ def test_a_ban_outlives_the_router(tmp_path: Path) -> None:
     banned = after.of("gpu-2", "k" * 40, "gpu", own=False)
     assert banned.ban is not None and banned.ban.why == "field=token_ids first_bad=7" and not banned.trusted
     assert after.of("gpu-1", "j" * 40, "other", own=False).ban is None
+
+
+def test_a_trusted_replica_says_which_weights_are_live() -> None:
+    """One that is not, and joins first with other weights, does not: it waits, and is lost then."""
+    launcher = Threads(2)
+    launcher.engines["r0"].tensors, launcher.engines["r0"].version = weights_of(3), 7
+    fleet = fleet_over(launcher, owners=Owners(("r1",)), options=FleetOptions(verification=ALL))
+    try:
+        fleet.open(WAIT, count=1, patient=True)
+        assert fleet.version == 0 and "r0" in launcher.refused and "a trusted replica" in launcher.refused["r0"]
+        step_until(fleet, lambda: "r0" in launcher.replaced, "it is lost")
+        assert fleet.replicas.by_name["r1"].state.value == "serving" and fleet.weights.digest == expected_digest()
+    finally:
+        fleet.close()
+
+
+def test_without_trust_the_first_replica_says_it() -> None:
+    """The negative control."""
+    launcher = Threads(2)
+    launcher.engines["r0"].tensors, launcher.engines["r0"].version = weights_of(3), 7
+    fleet = fleet_over(launcher)
+    try:
+        fleet.open(WAIT, count=1, patient=True)
+        assert fleet.version == 7
+    finally:
+        fleet.close()
+
+
+def expected_digest() -> str:
+    return manifest_digest(manifest_of(weights_of(0)))
 
 
 def test_whom_the_router_trusts() -> None:
