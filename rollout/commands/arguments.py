@@ -258,7 +258,7 @@ class HttpArgs(msgspec.Struct, kw_only=True):
 
 
 class CacheArgs(msgspec.Struct, kw_only=True):
-    """Answer groups that were seen before from a folder, and pass all others to a service. docs/cache.md"""
+    """Answer repeated groups from a folder, and forward all others to a service. docs/cache.md"""
 
     address: tyro.conf.Positional[str] = DEFAULT_ENDPOINT
     """address of the service, or a connection file"""
@@ -370,7 +370,7 @@ DESCRIPTIONS = {
     "fleet": "change the replicas of a running fleet",
     "keys": "create and revoke keys",
     "http": "serve HTTP APIs in front of a running service",
-    "cache": "answer groups that were seen before, without computing them",
+    "cache": "answer repeated groups from a folder, without computing them",
     "bench": "run named workloads and print a table",
     "demo": "start a small model and print its answers",
 }

@@ -43,7 +43,7 @@ def run(args: ServeArgs) -> int:
         service = stack.enter_context(opened(config, stop, progress))
         stop.serves(service.stop, lambda: lines.stopping_line(service.unfinished))
         progress.close()
-        with suppress(BrokenPipeError):  # whoever started it need not read on
+        with suppress(BrokenPipeError):  # the parent may have closed the pipe
             print(f"rollout: serving {config.engine.model} at {service.endpoint}, {lines.clients_of(config)}", flush=True)
         progress.say(f"ready in {progress.seconds:.1f} s; Ctrl-C stops it")
         for line in lines.next_lines(service.endpoint, config):

@@ -4,7 +4,7 @@
     frame     length (4 bytes, little-endian)   payload   digest (8 bytes): BLAKE2b of the digest before and the payload
 
 A frame that is left out, exchanged or changed breaks the chain. So the digest of the last frame names the whole file. The chain
-finds accidents; whoever rewrites all of a file can make another one that is consistent.
+detects accidental changes; it does not detect a file that was rewritten as a whole.
 """
 
 from __future__ import annotations

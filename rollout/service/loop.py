@@ -389,7 +389,7 @@ def end_groups(running: EngineGroups, sessions: Sessions, transport: ServiceTran
         while running.aborting and in_time():
             transport.receive(CLOSING_POLL_S)
             running.step(sessions)
-    except Exception:  # the engine is broken; clients are notified all the same
+    except Exception:  # the engine is broken; clients are notified nevertheless
         log.exception("engine.abort failed")
 
 

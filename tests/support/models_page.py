@@ -27,7 +27,7 @@ KINDS = {
     "refused": "refused at load, with the reason",
     "wrong": "wrong",
     "unclear": "an error without a reason, a crash or a hang",
-    "not built": "not tested",
+    "not built": "not built",
 }
 RUNS = {"decoder": "native layers", "kernels": "module, our kernels", "torch": "module, torch's products"}
 Found = dict[str, dict[str, Outcome]]
@@ -137,7 +137,7 @@ run as native layers. On CUDA, recurrent layers run in Triton, and with `exact` 
 ## Refused
 
 {refused}{bad}
-## Not tested
+## Not built
 
 There is no small test model of these types. Only the self-check at load tests them.
 
