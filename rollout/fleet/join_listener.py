@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from rollout.engine.types import Limits
 from rollout.fleet.launcher import PREFIX, ProcessExit, Use, alike, least_used
-from rollout.fleet.owners import Owner, Owners
+from rollout.fleet.owners import Ban, Owner, Owners
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
 from rollout.transport import messages as m
@@ -90,6 +90,8 @@ class JoinListener:
         self._decoder: Decoder[m.ReplicaMessage] = Decoder(m.ReplicaMessage, Limits())
         self._known: dict[str, JoinedReplica] = {}
         self._events: list[ReplicaEvent] = []
+        self._refused: set[str] = set()
+        """names of banned replicas that have asked to join"""
         for one in endpoints:
             log.info("replicas may join address=%s", one.end.endpoint)
 
@@ -164,7 +166,7 @@ class JoinListener:
         known = self._known.get(message.name)
         owner = self.owners.of(message.name, key, key_name, endpoint.admits is not None)
         if owner.ban is not None:
-            raise Forbidden(f"{owner.name} is banned: {owner.ban.why}")
+            self._refuse_banned(message.name, owner.ban)
         if isinstance(message, m.Leave):
             if known is not None and (known.key, known.join.incarnation) == (key, message.incarnation):
                 self._left(known, "it has stopped")
@@ -189,6 +191,14 @@ class JoinListener:
             known.up = True
             self._events.append(ReplicaEvent(message.name, address, "it has joined", owner=known.owner))
         return known.answer
+
+    def _refuse_banned(self, name: str, ban: Ban) -> NoReturn:
+        """Raises Forbidden with the reason of a ban, which is logged once for each name."""
+        why = f"{ban.name} is banned: {ban.why}"
+        if len(self._refused) < m.MOST_REPLICAS and name not in self._refused:
+            self._refused.add(name)
+            log.warning("replica refused name=%s reason=%r", name, why)
+        raise Forbidden(why)
 
     def _is_revoked(self, known: JoinedReplica) -> bool:
         rings = [one.end.keys for one in self._endpoints if one.end.keys is not None]

@@ -35,7 +35,7 @@ def test_what_was_lost_and_what_differs_is_counted() -> None:
 @pytest.mark.timeout(900)
 def test_no_sample_is_lost_with_its_machine(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", 256, 259, "float32")
-    options = BenchOptions(("vanish",), model=str(model), scale=8.0, dtype="float32", threads=1)
+    options = BenchOptions(("vanish",), model=str(model), scale=4.0, dtype="float32", threads=1)
     *rows, summary = vanish.measure(BenchSetup(options))
     assert summary["kills"] >= 2 and (summary["lost"], summary["different"]) == (0, 0)
     assert [row["run"] for row in rows] == ["calm", "begin_again", "continue"]

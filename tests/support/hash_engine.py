@@ -2,7 +2,7 @@
 child's index and all tokens before. So a sample that came of other weights, of another child, or twice differently, is seen.
 
 `fault`: "stale" = takes a commit without taking the weights; "errors" = each sample ends as "error"; "picky" = refuses weights
-that hold MARK, as all others do not; "" = none.
+that hold MARK, as all others do not; "lies" = another first token in each finished sample; "" = none.
 """
 
 from __future__ import annotations
@@ -234,6 +234,8 @@ class HashEngine:
 
     def _end(self, child: Child, reason: str) -> None:
         self.children = [one for one in self.children if one is not child]
+        if self.fault == "lies" and reason == "length":
+            child.tokens[0] = (child.tokens[0] + 1) % VOCAB
         self.ended.append(
             Sample(
                 group_id=child.group.id,
