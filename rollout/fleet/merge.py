@@ -61,6 +61,7 @@ def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
         "version": replica.version,
         "pid": pid,
         "trusted": replica.owner.trusted,
+        **{name: replica.owner.counts[name] for name in ("verified", "unverifiable", "skipped")},
         "outstanding_tokens": replica.load,
         "parts": parts,
         "deaths": replica.deaths,

@@ -9,7 +9,7 @@ A key may have many replicas, and a ban is of the key. Without keys all processe
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +48,8 @@ class Owner:
     """of the key or replica, for people"""
     trusted: bool = False
     ban: Ban | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    """verified, lies, unverifiable, skipped: children with its tokens"""
     delivered: OrderedDict[tuple[str, str], set[int]] = field(default_factory=OrderedDict)
     """(client, its id of the group) → children with tokens of this owner that were delivered unverified"""
     forgotten: int = 0

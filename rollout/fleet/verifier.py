@@ -231,11 +231,11 @@ class Verifier:
     def _judged_as(self, held: Held, verdict: Verified, by: Replica) -> Judged:
         liar = accused(verdict, held.origins)
         if liar is not None and not liar.trusted:
-            self.counts["lies"] += 1
+            self._count("lies", [held])
             return Judged(held, liar, evidence(held, verdict, by))
         if liar is not None:
             log.error("trusted replicas differ: %s of %s", evidence(held, verdict, by), liar.name)
-        self.counts["verified" if verdict.ok else "unverifiable"] += 1
+        self._count("verified" if verdict.ok else "unverifiable", [held])
         return Judged(held, verified=verdict.ok is True)
 
     def _end(self, check: Check) -> None:
@@ -250,11 +250,17 @@ class Verifier:
             self._queue.move_to_end(each.one.group.id, last=False)
 
     def _skip(self, held: Sequence[Held], reason: str) -> None:
-        self.counts["skipped"] += len(held)
+        self._count("skipped", held)
         kind = reason.lstrip("0123456789")
         if kind != self._last_skip:  # once, however often it happens
             self._last_skip = kind
             log.warning("verification skipped, now and until another line says otherwise reason=%r", reason)
+
+    def _count(self, what: str, held: Sequence[Held]) -> None:
+        self.counts[what] += len(held)
+        for each in held:
+            for owner in {owner for _, owner in each.origins if owner is not None and not owner.trusted}:
+                owner.counts[what] += 1
 
     def _deliver(self, judged: Iterable[Judged]) -> None:
         for each in list(judged):

@@ -136,6 +136,7 @@ def test_the_first_lie_bans_and_nothing_of_it_is_returned() -> None:
         assert "first_bad=7" in ban["why"] and "field=token_ids" in ban["why"] and "verified by r0" in ban["why"]
         assert "group 'mine " in ban["why"] and "expected=" in ban["why"] and "got=" in ban["why"]
         assert counts(fleet)[1] >= 1
+        threads.refused.clear()
         threads.start("r1")
         step_until(fleet, lambda: "r1" in threads.refused, "it is refused")
         assert threads.refused["r1"] == f"replica r1 is banned: {ban['why']}"
@@ -424,6 +425,7 @@ def test_a_full_queue_skips_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog:
         fleet.submit(group(1, n=8))
         ended = step_until(fleet, lambda: counts(fleet)[3] == 5, "five are skipped")
         assert len(ended) == 5 and fleet.status()["fleet"]["verifying"] == 3
+        assert [one["skipped"] for one in fleet.status()["replicas"]] == [0, 5]
         assert "96 tokens wait to be verified" in caplog.text
         only_verifies(fleet, "r0")
         fleet.replicas.trusted = lambda: [fleet.replicas.by_name["r0"]]  # type: ignore[method-assign]
