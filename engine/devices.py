@@ -24,6 +24,8 @@ import torch
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.exact_modules import NotServed
+from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
@@ -180,6 +182,9 @@ class CpuDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
+        plain_weights(model.module)
+        if config.weight_dtype == "int8":
+            self._use_int8(model)
         if model.states is not None and self.isa != "torch":
             model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
             model.recurrence.keeps_inputs = True
@@ -191,6 +196,14 @@ class CpuDevice:
         if model.states is not None and model.recurrence.kernels is None:
             computes = scanned_in_chunks(computes)
         return computes
+
+    def _use_int8(self, model: Model) -> None:
+        if self.isa == "torch":
+            raise ValueError(f'weight_dtype="int8" needs kernels, and there are none here: {self.isa_reason}')
+        try:
+            use_int8(model.module, self.isa, kept=True)
+        except NotServed as error:
+            raise UnsupportedModel(f'{model.name}: weight_dtype="int8": {error}; leave it out') from error
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         return None
@@ -228,6 +241,8 @@ class CudaDevice:
     fast_attention = "triton"
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        if config.weight_dtype != "auto":
+            raise ValueError(f"weight_dtype={config.weight_dtype!r} is for the CPU: leave it out with device={config.device}")
         if config.isa != "auto":
             raise ValueError(f"isa={config.isa!r} is for the CPU: leave it out with device={config.device}")
         if not torch.cuda.is_available():
