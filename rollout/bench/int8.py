@@ -40,8 +40,8 @@ PROMPT, STEPS = 32, 24
 """tokens of a sequence's prompt; decode steps of a round"""
 TEXTS, TEXT_TOKENS = 8, 320
 """pieces of the text that are scored, and the tokens of each; the first PROMPT count as given"""
-N = 4
-"""samples of a prompt whose log-probs are compared"""
+N, NEW_TOKENS = 4, 64
+"""samples of a prompt whose log-probs are compared, and the tokens of each"""
 Sequences = list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -110,7 +110,7 @@ def differences(setup: BenchSetup, eight: Engine) -> Row:
     text: Sequences = [
         (piece[:PROMPT], piece[PROMPT:]) for piece in setup.text.slices(0, TEXTS, setup.scaled(TEXT_TOKENS, 2 * PROMPT))
     ]
-    sampling = Sampling(n=N, max_tokens=setup.scaled(TEXT_TOKENS - PROMPT, PROMPT), ignore_eos=True, seed=0)
+    sampling = Sampling(n=N, max_tokens=setup.scaled(NEW_TOKENS, 16), ignore_eos=True, seed=0)
     prompts = {str(i): prompt for i, (prompt, _) in enumerate(text)}
     samples = list[Sample]()
     for name, prompt in prompts.items():

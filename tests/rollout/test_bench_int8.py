@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from rollout.bench import int8
 from rollout.engine.forward.arithmetic import INT8
@@ -33,6 +33,6 @@ def test_bench_int8_compares_steps_and_log_probs(tmp_path: Path, monkeypatch: py
 def test_a_sequence_that_ends_in_a_round_is_an_error() -> None:
     """Later steps would be of fewer rows."""
     engine = tiny_engine(weight_dtype="int8", dtype="bfloat16")
-    engine.submit(Group("g", torch.arange(9, 20).numpy(), Sampling(max_tokens=3, ignore_eos=True)))
+    engine.submit(Group("g", np.arange(9, 20, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True)))
     with pytest.raises(AssertionError):
         int8.timed_steps(engine, 9)
