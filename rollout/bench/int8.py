@@ -5,6 +5,8 @@ For each number of sequences, decode steps of both engines in turn:
     milliseconds, int8_milliseconds   of a step, medians over `--repeat` rounds
     speedup                           their ratio
 
+With one thread, CPU time counts.
+
 Then what it costs, on a text and on samples of the engine in eight bits:
 
     mean_abs, max_abs      |Δ log-prob| of a trainer's exact forward in eight bits against one in the model's dtype, on the text
@@ -98,11 +100,12 @@ def decode(setup: BenchSetup, engines: dict[str, Engine], count: int) -> Row:
 
 
 def timed_steps(engine: Engine, steps: int) -> float:
-    """Return the seconds of some steps, none of which may end a sequence."""
-    began = time.perf_counter()
+    """Return the seconds of some steps, none of which may end a sequence; of one thread, its CPU time."""
+    clock = time.perf_counter if torch.get_num_threads() > 1 else time.thread_time
+    began = clock()
     for _ in range(steps):
         assert engine.has_work and not engine.step()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def differences(setup: BenchSetup, eight: Engine) -> Row:
