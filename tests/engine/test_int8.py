@@ -155,7 +155,7 @@ def canonical() -> dict[tuple[str, int], Sample]:
     return run(int8_engine(**ROOMY), groups())
 
 
-SHORT = ("small chunks", "preemptions by recompute", "offload")
+SHORT = ("small chunks", "offload")
 
 
 @pytest.mark.usefixtures("copies_pay")
@@ -171,9 +171,16 @@ PATHS = {"llama": "module", "qwen2": "NativeDecoder", "gemma2": "module"}
 FAMILIES = {"qwen3_5_text": "NativeDecoder", "lfm2": "NativeDecoder", "falcon_h1": "module"}
 
 
+AT_ONCE = (("qwen2", BF16), ("qwen2", torch.float32), ("llama", BF16), ("qwen3_5_text", BF16))
+CASES = [
+    pytest.param(name, dtype, marks=() if (name, dtype) in AT_ONCE else pytest.mark.long)
+    for name in (*PATHS, *FAMILIES)
+    for dtype in DTYPES
+]
+
+
 @torchs_log_softmax
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*PATHS, *FAMILIES])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_the_ratio_of_a_trainer_is_one(name: str, dtype: torch.dtype) -> None:
     """To the bit, through the C layers and through modules, recurrent ones included; without `use_exact` it is not."""
     wide = {"head_dim": 32} if name == "qwen2" else {}
@@ -263,7 +270,7 @@ def samples(engine: Engine) -> list[bytes]:
     return [made[key].logprobs.tobytes() for key in sorted(made)]
 
 
-@pytest.mark.parametrize("sent", [BF16, torch.float32])
+@pytest.mark.parametrize("sent", [torch.float32, pytest.param(BF16, marks=pytest.mark.long)])
 def test_a_refresh_encodes(sent: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of any size, in place; digests are those of the weights that were sent."""
     monkeypatch.setattr("rollout.engine.weights.staging.SLICE_BYTES", 1100)
@@ -280,7 +287,7 @@ def test_a_refresh_encodes(sent: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     assert codes_are_of_the_weights(engine)
 
 
-@pytest.mark.parametrize("k", [0, 21, 22, 30])
+@pytest.mark.parametrize("k", [0, 30, *(pytest.param(k, marks=pytest.mark.long) for k in (20, 21, 35))])
 def test_a_refresh_that_fails_leaves_the_codes(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the commit stops, at a parameter or at codes."""
     engine = fresh()
