@@ -217,7 +217,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         asked = f"weight_dtype={self.weight_dtype!r}"
         need(self.isa != "torch", f"{asked} with isa='torch': it needs kernels; leave one of them out")
         need(not self.latent_kv, f"{asked} with latent_kv: that one reads kv_b_proj as a matrix; leave one of them out")
-        need(
-            self.weight_offload is None,
-            f"{asked} with weight_offload: products read the codes, which stay in memory; leave weight_offload out",
-        )

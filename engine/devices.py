@@ -163,6 +163,7 @@ class CpuDevice:
         self.isa, self.isa_reason = self.chosen.isa, self.chosen.why
         self._without_native = without_native(config, self.isa)
         self.fast_attention = "reference" if self._without_native else "native"
+        check_int8(config, self.isa, self.isa_reason)
         log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
         if self._without_native and config.attention == "auto":
             log.info("attention runs in plain torch, which is slow reason=%r", self._without_native)
@@ -198,8 +199,6 @@ class CpuDevice:
         return computes
 
     def _use_int8(self, model: Model) -> None:
-        if self.isa == "torch":
-            raise ValueError(f'weight_dtype="int8" needs kernels, and there are none here: {self.isa_reason}')
         try:
             use_int8(model.module, self.isa, kept=True)
         except NotServed as error:
@@ -339,6 +338,16 @@ def check_device(device: torch.device, model: ModelLike) -> None:
     """Raise ValueError for a model on another kind of device."""
     if model.device.type != device.type:
         raise ValueError(f"{model.name} is on {model.device}, but device={device}: set device={model.device}")
+
+
+def check_int8(config: EngineConfig, isa: str, isa_reason: str) -> None:
+    """Raise ValueError if weights in eight bits were asked for and the CPU, or another option, does not allow them."""
+    if config.weight_dtype != "int8":
+        return
+    if isa == "torch":
+        raise ValueError(f'weight_dtype="int8" needs kernels, and there are none here: {isa_reason}')
+    if config.weight_offload is not None:
+        raise ValueError('weight_dtype="int8" with weight_offload: products read the codes, which stay in memory; leave it out')
 
 
 def without_native(config: EngineConfig, isa: str) -> str:

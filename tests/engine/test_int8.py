@@ -18,7 +18,7 @@ from rollout.engine.cpu.int8 import GROUP, Int8Kernels, Int8Linear, int8_kernels
 from rollout.engine.cpu.int8_modules import codes_in, plain_weights, use_int8
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
-from rollout.engine.devices import CudaDevice
+from rollout.engine.devices import CpuDevice, CudaDevice
 from rollout.engine.engine import Engine
 from rollout.engine.forward.arithmetic import INT8
 from rollout.engine.forward.model import UnsupportedModel
@@ -360,13 +360,17 @@ def test_what_has_other_matrices_is_refused_by_name() -> None:
     [
         ({"isa": "torch"}, "isa='torch': it needs kernels"),
         ({"latent_kv": True}, "with latent_kv"),
-        ({"weight_offload": WeightOffload()}, "with weight_offload"),
         ({"weight_dtype": "int4"}, "must be one of auto, int8"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         EngineConfig(**{"weight_dtype": "int8", **options})
+
+
+def test_offloaded_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match='weight_dtype="int8" with weight_offload'):
+        CpuDevice(EngineConfig(weight_dtype="int8", weight_offload=WeightOffload()))
 
 
 def test_a_gpu_refuses_it() -> None:
