@@ -11,8 +11,8 @@
    bits. It is rounded to fp32 once. A number that is not finite makes its scale NaN, and with it the row. Denormal numbers are
    zero.
 
-   Weights are stored as code + 128, by 16 outputs × 4 inputs, which is a cache line; the groups of up to 48 outputs lie behind each
-   other, and the scales behind all codes:
+   Weights are stored as code + 128, by 16 outputs × 4 inputs, which is a cache line; the groups of up to 48 outputs follow each
+   other, and the scales follow all codes:
 
        codes  [panels of 48 outputs][groups][16 outputs at a time][steps of 4 inputs][16 outputs][4 inputs]
        scales [panels of 48 outputs][groups][16 outputs at a time][16 outputs]
