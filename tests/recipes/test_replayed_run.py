@@ -102,4 +102,4 @@ def test_fifty_steps(tmp_path: Path) -> None:
     *rows, summary = bench_rows(tmp_path, "replay", scale=1.0)
     assert summary["steps"] == 50 and summary["equal"] and summary["different"] == summary["not_made"] == 0
     assert summary["through_a_refresh"] > 0 and summary["bytes_per_sample"] <= 150 and summary["same_curve"]
-    assert sum(row["samples"] for row in rows) == summary["samples"] == 3600
+    assert sum(row["samples"] for row in rows) == summary["samples"] == 1200
