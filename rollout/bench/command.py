@@ -26,7 +26,9 @@ from rollout.bench import (
     score,
     sharing,
     train_step,
+    trust,
     turns,
+    vanish,
     verify,
 )
 from rollout.bench.against import parse
@@ -56,7 +58,9 @@ BENCHMARKS = {
     "score": Benchmark(score.measure),
     "sharing": Benchmark(sharing.measure_model, any_kv=True, on_device=True),
     "train_step": Benchmark(train_step.measure),
+    "trust": Benchmark(trust.measure, in_process=False),
     "turns": Benchmark(turns.measure, in_process=False),
+    "vanish": Benchmark(vanish.measure, in_process=False),
     "verify": Benchmark(verify.measure, in_process=False),
 }
 """what is not a workload"""

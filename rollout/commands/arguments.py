@@ -385,7 +385,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     floor: bool = False
     """measure the hardware bound of each workload and print the fraction reached; --against does so too"""
     replicas: int = 2
-    """replicas in the `fleet` benchmark"""
+    """replicas in the `fleet`, `trust` and `vanish` benchmarks"""
 
 
 Command = (
