@@ -101,8 +101,8 @@ def test_checkpoints_of_adapters_are_refused(tmp_path: Path) -> None:
 
 def test_a_sample_that_differs_or_was_not_made_is_counted() -> None:
     group = ledger.RecordedGroup(
-        service=0, number=1, group_id="g", client=1, version=0, prompt="", prompt_tokens=1, sampling=Sampling(n=2), indices=(0, 1),
-        after=None, given={},
+        service=0, number=1, group_id="g", client=1, version=0, prompt="", prompt_tokens=1, sampling=Sampling(n=2),
+        indices=(0, 1), after=None, given={},
     )  # fmt: skip
     for index in range(2):
         group.samples[index] = ledger.RecordedSample(
