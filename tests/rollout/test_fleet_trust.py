@@ -593,6 +593,7 @@ def test_the_router_reads_bans_from_its_journal(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path / "journal"), "hash")
     owners = owners_of(FleetConfig(verify=1.0, trust=("local",)), journal)
     owners.ban(owners.of("a", "k1", "gpu", own=False), "why")
+    owners.ban(owners.of("local-0", "", "", own=True), "why")  # the next router may start it again
     journal.commit(Served())
     assert [owner.name for owner in owners_of(FleetConfig(), journal).banned] == ["key gpu"]
     journal.close()
