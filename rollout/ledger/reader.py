@@ -59,7 +59,7 @@ class RecordedRefresh(msgspec.Struct, kw_only=True):
     partial: bool
     adapter: bool
     changed: dict[str, TensorInfo]
-    """tensors that differ from those before, by name"""
+    """tensors that differ from those before, by name; their digests are the first 16 hex digits of xxh3-128"""
 
 
 class RecordedGroup(msgspec.Struct, kw_only=True):
@@ -275,9 +275,13 @@ class _Tables:
         self.run.services.append(RecordedService(digest=weights.hex(), **fields))
 
     def _weights(self, record: r.WeightsLive) -> None:
-        changed = {}
-        for number, digest in record.changed:
-            info = self._tensors[number] = msgspec.structs.replace(self._tensors[number], digest=digest.hex())
+        changed, size = {}, r.TENSOR_DIGEST
+        numbers = record.numbers or range(len(record.digests) // size)
+        if len(record.digests) != size * len(numbers):
+            raise ValueError(f"{len(record.digests)} bytes of digests for {len(numbers)} tensors")
+        for i, number in enumerate(numbers):
+            digest = record.digests[size * i : size * (i + 1)].hex()
+            info = self._tensors[number] = msgspec.structs.replace(self._tensors[number], digest=digest)
             changed[info.name] = info
         service = len(self.run.services) - 1
         before = [refresh for refresh in self.run.refreshes if refresh.service == service]

@@ -182,9 +182,9 @@ def fleet_of(
 
 
 @contextmanager
-def router_of(fleet: Fleet) -> Iterator[Service]:
-    """Run the service of a router, in a thread."""
-    service = open_service(fleet, ServiceConfig(endpoint="tcp://127.0.0.1:*", client_grace_s=60.0))
+def router_of(fleet: Fleet, **options: Any) -> Iterator[Service]:
+    """Run the service of a router, in a thread. options: of `open_service`."""
+    service = open_service(fleet, ServiceConfig(endpoint="tcp://127.0.0.1:*", client_grace_s=60.0), **options)
     fleet.inbox.wake = service.wake
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
