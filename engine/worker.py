@@ -271,7 +271,7 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
     if config.latent_kv != stores_latents(module_of(model)):
         raise ValueError(
-            f"latent_kv={config.latent_kv}: {model.name} was given otherwise; call use_latent_kv, or plain_kv, first"
+            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
         )
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
@@ -317,8 +317,11 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
+    int8 = config.weight_dtype == "int8"
+    if int8 and not isinstance(model, Model):
+        raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv))
+    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv, int8))
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
@@ -376,7 +379,7 @@ def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
     `EngineConfig.drafts` as the user set it. Raises ValueError."""
     if asked:
         raise ValueError(
-            f"drafts={asked}: without the kernels of the CPU, a recurrent state cannot go back behind a rejected draft; set 0, "
+            f"drafts={asked}: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state; set 0, "
             "or leave it out"
         )
     return msgspec.structs.replace(config, drafts=0)

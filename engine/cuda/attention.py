@@ -70,7 +70,7 @@ class TritonAttention:
 
         Args:
             programs: programs that run at the same time, the same number for each KV head; None = as many as fill the device.
-            kernels: stands in for `rollout.engine.cuda.attention_kernels`, for tests.
+            kernels: replaces `rollout.engine.cuda.attention_kernels` in tests.
         """
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
