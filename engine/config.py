@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import msgspec
 
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
+WeightName = Literal["auto", "int8"]
 
 
 BOUNDS = {
@@ -102,6 +104,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """folder of a transformers model; `rollout serve` also accepts a Hugging Face Hub id or the word smollm2"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the weights, and of KV if kv_dtype is auto"""
+    weight_dtype: WeightName = "auto"
+    """weights that the products of nn.Linear read, the LM head's included. auto: those in dtype. int8: codes of eight bits, 64
+    inputs to a scale, made from the weights at start and at each refresh, so that decode reads half the bytes; both together
+    take 1.5 times the memory. `use_exact` gives a trainer the same numbers. On the CPU only (docs/decisions/int8.md)"""
     kv_dtype: KVName = "auto"
     """dtype of KV. auto: same as dtype. fp8_e4m3: one byte per number and one scale per token and head, so the pools hold
     nearly twice the tokens; log-probs then differ from those of a trainer's forward by what `rollout bench fidelity` prints,
@@ -201,3 +207,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "so that all running sequences fit into one step",
         )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
+        need(
+            self.weight_dtype in get_args(WeightName),
+            f"weight_dtype={self.weight_dtype!r}: must be one of {', '.join(get_args(WeightName))}",
+        )
+        if self.weight_dtype == "int8":
+            self._check_int8(need)
+
+    def _check_int8(self, need: Callable[[bool, str], None]) -> None:
+        """Check what products in eight bits do not support."""
+        asked = f"weight_dtype={self.weight_dtype!r}"
+        need(self.isa != "torch", f"{asked} with isa='torch': it needs kernels; leave one of them out")
+        need(not self.latent_kv, f"{asked} with latent_kv: that one reads kv_b_proj as a matrix; leave one of them out")

@@ -317,8 +317,11 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
+    int8 = config.weight_dtype == "int8"
+    if int8 and not isinstance(model, Model):
+        raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv))
+    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv, int8))
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))

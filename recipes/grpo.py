@@ -93,6 +93,8 @@ class Options:
     """questions that are never trained on, asked greedily before and after; 0 = none"""
     exact: bool = True
     """the trainer's forward has the service's bits; --no-exact trains with plain transformers"""
+    int8: bool = False
+    """the service reads weights in eight bits (weight_dtype = "int8"); with --exact the trainer computes with them, too"""
     replay: bool = False
     """of a mixture of experts: the trainer's routers choose the experts that the service chose (R3)"""
     partial: bool = False
@@ -513,7 +515,7 @@ def report(options: Options, task: Task, outcome: Outcome) -> None:
 def service_config(options: Options, folder: Path) -> Config:
     engine = EngineConfig(
         model=str(folder), kv_gib=options.kv_gib, cpu_offload_gib=options.kv_gib, seed=options.seed, threads=options.threads,
-        routed_experts=options.replay,
+        routed_experts=options.replay, weight_dtype="int8" if options.int8 else "auto",
     )  # fmt: skip
     return Config(engine=engine, tracking=TrackingConfig(interval_s=2.0, audit_every=16))
 

@@ -30,6 +30,7 @@ from transformers.integrations.moe import _default_apply_gate
 from rollout.engine.cpu.backward import product
 from rollout.engine.cpu.experts import ExpertKernels, as_routes, sort_routes
 from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
+from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
 from rollout.engine.forward.routes import is_experts
@@ -258,12 +259,12 @@ def unreached(module: nn.Module, called: Callers) -> Iterator[nn.Module]:
 
 def use_products(module: nn.Module, isa: str, skipped: Collection[nn.Module] = ()) -> None:
     """Make every nn.Linear, SiLU, router and module of experts, and the heads that store latents, compute with
-    `products_of(isa)`, in place. skipped: submodules that are left as they are.
+    `products_of(isa)`, in place. skipped: submodules that are left as they are. An nn.Linear that computes in eight bits stays.
 
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
     other matrices than those of embeddings, experts and routers; NativeUnavailable. The module is unchanged then."""
     products_of(isa)
-    named = [(name, each) for name, each in module.named_modules() if each not in skipped]
+    named = [(name, each) for name, each in module.named_modules() if each not in skipped and type(each) is not Int8Linear]
     linears = [_served(name, each) for name, each in named if isinstance(each, nn.Linear)]
     others: list[tuple[Any, Any]] = []
     for name, each in named:

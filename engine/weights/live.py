@@ -34,8 +34,9 @@ from rollout.engine.weights.inventory import Digests, Inventory
 from rollout.engine.weights.lora import AdapterBase, AdapterMerge
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.engine.weights.resident import ResidentTensors
-from rollout.engine.weights.staging import StagedTensor, Staging
+from rollout.engine.weights.staging import StagedTensor, Staging, TensorSlices
 from rollout.engine.weights.tensors import InvalidWeights
+from rollout.engine.weights.twins import Twins, TwinStaging
 from rollout.engine.weights.versions import check_named, next_version
 
 
@@ -72,10 +73,13 @@ class Weights:
         self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = AdapterBase(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
-        here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
+        self._twins = Twins(module, self._tensors)
+        self._all = {**self._tensors, **self._twins.tensors}
+        """the tensors and their twins"""
+        here = {name: tensor for name, tensor in self._all.items() if name not in self.inventory.offloaded}
         self._resident = ResidentTensors(here, self._memory)
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        self._buffers = RefreshBuffers(self._tensors, self.inventory.offloaded, self._memory, self._resident.size)
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
+        self._buffers = RefreshBuffers(self._all, self.inventory.offloaded, self._memory, self._resident.size)
         self._staging: Staging | None = None
         self.dropped = False
         """the weights were dropped by a sleep, and no refresh of all tensors has completed since"""
@@ -92,9 +96,11 @@ class Weights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the parameters on the model's device, including slots."""
+        """Bytes of the parameters on the model's device, including slots and twins."""
         asleep = self._module is None or (self._resident.stays and self._resident.asleep)
-        return 0 if asleep or self._module is None else storage_bytes(self._module.parameters())
+        if asleep or self._module is None:
+            return 0
+        return storage_bytes([*self._module.parameters(), *self._twins.tensors.values()])
 
     @property
     def stays(self) -> bool:
@@ -126,7 +132,7 @@ class Weights:
         if self._streamed is not None:
             self._streamed.restore_memory()
         self._lay_out()
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
 
     def stage(self, update: WeightUpdate) -> Staging:
         """Check an update and open the staging for it.
@@ -154,12 +160,15 @@ class Weights:
         if on_device:
             self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
         else:
-            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
+            making: TensorSlices | None = merging
+            if self._twins.of:
+                making = TwinStaging(self._twins, parts, self._destination, merging)
+            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, making)
         return self._staging
 
     def _destination(self, name: str) -> torch.Tensor:
-        """Return the tensor that staging writes: the staged twin, or the live tensor if the weights were dropped."""
-        return self._tensors[name].detach() if self.dropped else self._buffers.place(name)
+        """Return the tensor that staging writes: the staged one, or the live one if the weights were dropped."""
+        return self._all[name].detach() if self.dropped else self._buffers.place(name)
 
     def commit(self, staging: Staging) -> None:
         """Exchange staged and live tensors, then set the version. Call it between two steps.
@@ -187,7 +196,8 @@ class Weights:
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
-            for live, staged, scratch in (views for name in staging.names for views in self._buffers.slices(name)):
+            names = [*staging.names, *self._twins.beside(staging.names)]
+            for live, staged, scratch in (views for name in names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
                 saved = live, scratch  # from here on the scratch has the old bytes of this slice
@@ -239,7 +249,7 @@ class Weights:
         return self._digests.read_live()
 
     def _check_addresses(self) -> None:
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._all.items():
             assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
         if self._streamed is not None:
             self._streamed.check()

@@ -47,6 +47,8 @@ class Owner:
     name: str
     """of the key or replica, for people"""
     trusted: bool = False
+    own: bool = False
+    """the router starts its replicas"""
     ban: Ban | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """verified, lies, unverifiable, skipped: children with its tokens"""
@@ -86,7 +88,7 @@ class Owners:
         owner = self._by_id.get(id)
         if owner is None:
             trusted = (key_name if key else replica) in self._trusted or (own and LOCAL in self._trusted)
-            owner = self._by_id[id] = Owner(id, name, trusted)
+            owner = self._by_id[id] = Owner(id, name, trusted, own)
         return owner
 
     @property
@@ -95,9 +97,11 @@ class Owners:
         return [owner for owner in self._by_id.values() if owner.ban is not None]
 
     def ban(self, owner: Owner, why: str) -> None:
-        """Ban an owner: its replicas are refused, also by the next router with the same journal."""
+        """Ban an owner: its replicas are refused, also by the next router with the same journal. A replica that the router
+        starts itself may be started again by the next one: it is this user's, on this host."""
         owner.ban = Ban(owner.id, owner.name, why, time.time())
-        self._store(owner.ban)
+        if not owner.own:
+            self._store(owner.ban)
         groups = [f"{client}/{group}" for client, group in owner.delivered]
         shown = " ".join(groups[:SHOWN_GROUPS]) + " …, all in fleet.bans of the status" * (len(groups) > SHOWN_GROUPS)
         unverified = sum(map(len, owner.delivered.values())), len(groups) + owner.forgotten

@@ -16,7 +16,10 @@ import pytest
 
 from rollout.bench import forgeries
 from rollout.client.api import RolloutClient
-from rollout.config import FleetConfig
+from rollout.commands.arguments import ServeArgs, parse
+from rollout.commands.serve import configured
+from rollout.commands.serve_fleet import check_verifiable, owners_of
+from rollout.config import CannotServe, FleetConfig
 from rollout.engine.engine import Engine
 from rollout.engine.scheduling import queue
 from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, manifest_digest
@@ -573,3 +576,25 @@ def test_groups_of_an_owner_have_a_bound() -> None:
 def test_options_that_cannot_be(fleet: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         FleetConfig(**fleet).check()
+
+
+def test_flags_and_an_arithmetic_that_cannot_be_verified() -> None:
+    args = parse(["serve", "--replicas", "2", "--fleet.verify", "0.05", "--fleet.trust", "local", "gpu"])
+    assert isinstance(args, ServeArgs)
+    fleet = configured(args).fleet
+    assert (fleet.verify, fleet.trust, fleet.verify_wait_s) == (0.05, ("local", "gpu"), 60.0)
+    check_verifiable(fleet, "fma/1")
+    check_verifiable(FleetConfig(), "torch/2/batch")
+    with pytest.raises(CannotServe, match="depend on the batch"):
+        check_verifiable(fleet, "torch/2/batch")
+
+
+def test_the_router_reads_bans_from_its_journal(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal"), "hash")
+    owners = owners_of(FleetConfig(verify=1.0, trust=("local",)), journal)
+    owners.ban(owners.of("a", "k1", "gpu", own=False), "why")
+    owners.ban(owners.of("local-0", "", "", own=True), "why")  # the next router may start it again
+    journal.commit(Served())
+    assert [owner.name for owner in owners_of(FleetConfig(), journal).banned] == ["key gpu"]
+    journal.close()
+    assert not owners_of(FleetConfig(), None).banned

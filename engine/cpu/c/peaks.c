@@ -117,6 +117,9 @@ void rollout_tune(Tuning *t) {
     maker = !__builtin_cpu_is("amd");
 #endif
     *t = by_maker[maker];
+#if VL == 16
+    t->bytes = __builtin_cpu_supports("avx512vnni") != 0;
+#endif
 #ifdef __AVX512BF16__
     t->dot = peak(DOT) >= 0.9 * peak(FMA);
     if (t->dot) t->few = 8;

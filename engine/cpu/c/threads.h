@@ -47,6 +47,7 @@ typedef struct {
     int64_t piece; /* words of a panel that are transposed at once */
     int64_t few;   /* up to so many rows there is nothing to do but to read weights */
     int64_t near;  /* lines that are fetched ahead in each output then; 0: the panel that is read next, in order */
+    int64_t bytes; /* codes of eight bits are multiplied by vpdpbusd; else as pairs of int16 */
 } Tuning;
 
 typedef struct {
