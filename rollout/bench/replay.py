@@ -24,7 +24,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config
 
 STEPS = 50
-MAX_TOKENS, HIDDEN, VOCABULARY = 96, 128, 512
+GROUPS, N, MAX_TOKENS, HIDDEN, VOCABULARY = 3, 8, 64, 128, 512
 AT_ONCE = 4
 """children that the first service runs at once: few, so that each refresh finds running ones"""
 
@@ -35,7 +35,18 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         folder, steps = Path(name), max(2, round(STEPS * setup.scale))
         model = save_tiny(folder / "model", HIDDEN, VOCABULARY, setup.options.dtype)
         config = Config(engine=setup.config(model=str(model), kv_tokens=65_536, cpu_offload_gib=0))
-        words = ["--steps", str(steps), "--max-tokens", str(MAX_TOKENS), "--held-out", "0"]
+        words = [
+            "--steps",
+            str(steps),
+            "--groups",
+            str(GROUPS),
+            "--n",
+            str(N),
+            "--max-tokens",
+            str(MAX_TOKENS),
+            "--held-out",
+            "0",
+        ]
         recording = msgspec.structs.replace(config.service, ledger=str(folder / "run.ledger"), ledger_prompts=True)
         slow = msgspec.structs.replace(config.engine, max_num_seqs=AT_ONCE)
         recorded = msgspec.structs.replace(config, engine=slow, service=recording)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout import RolloutClient, ledger
+from rollout.bench import replay
 from rollout.config import InputError
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sample
+from rollout.engine.types import Sample, Sampling
 from rollout.ledger.bisect import bisect
 from rollout.ledger.writer import LedgerWriter
 from rollout.recipes import grpo
@@ -97,9 +99,29 @@ def test_checkpoints_of_adapters_are_refused(tmp_path: Path) -> None:
         grpo.main(dataclasses.replace(OPTIONS, wandb=False, lora=True, checkpoints=tmp_path, out=tmp_path))
 
 
+def test_a_sample_that_differs_or_was_not_made_is_counted() -> None:
+    group = ledger.RecordedGroup(
+        service=0, number=1, group_id="g", client=1, version=0, prompt="", prompt_tokens=1, sampling=Sampling(n=2),
+        indices=(0, 1), after=None, given={},
+    )  # fmt: skip
+    for index in range(2):
+        group.samples[index] = ledger.RecordedSample(
+            index=index, finish_reason="length", tokens=1, result="", token_digest="", marks=(), weight_versions=((0, 0),),
+            kv_versions=(), seed=1, token_ids=None, logprobs=None, place=index,
+        )  # fmt: skip
+    run = ledger.RecordedRun()
+    run.groups, run.bytes = [group], 200
+    assert replay.counted(run, Counter({True: 2}))["equal"] is True
+    for counts in (Counter({True: 1, False: 1}), Counter({True: 1, None: 1}), Counter[bool | None]()):
+        assert replay.counted(run, counts)["equal"] is False
+    assert (
+        replay.counted(run, Counter({False: 2}))["different"] == 2 and replay.counted(run, Counter())["bytes_per_sample"] == 100
+    )
+
+
 @pytest.mark.long
 def test_fifty_steps(tmp_path: Path) -> None:
     *rows, summary = bench_rows(tmp_path, "replay", scale=1.0)
     assert summary["steps"] == 50 and summary["equal"] and summary["different"] == summary["not_made"] == 0
     assert summary["through_a_refresh"] > 0 and summary["bytes_per_sample"] <= 150 and summary["same_curve"]
-    assert sum(row["samples"] for row in rows) == summary["samples"] == 3600
+    assert sum(row["samples"] for row in rows) == summary["samples"] == 1200

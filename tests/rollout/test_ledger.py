@@ -26,6 +26,7 @@ from tests.support.cache import tensors_of
 from tests.support.fleet import fleet_of, router_of
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import ROOM, WAIT, asked, recorded, trained
+from tests.support.waiting import until
 from tests.support.wire import serving
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +87,10 @@ def test_each_sample_has_its_receipt(path: Path) -> None:
 
 
 def test_a_sample_that_lived_through_a_refresh(path: Path) -> None:
-    with recorded(path, HashEngine(step_s=0.002)) as client:
+    engine = HashEngine(step_s=0.002)
+    with recorded(path, engine) as client:
         handle = client.submit(*asked(1, max_tokens=300))
+        until(lambda: engine.made["generated_tokens"], "it runs", WAIT)
         client.refresh(tensors_of(1), version=1, kv="recompute")
         samples = handle.result(timeout=WAIT)
     ((group,), (refresh,)) = ledger.read(path).groups, ledger.read(path).refreshes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +22,18 @@ from rollout import ledger
 from rollout.client.api import RolloutClient
 from rollout.commands import remaking
 from rollout.commands.main import main
-from rollout.config import Config, InputError
+from rollout.config import Config, InputError, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.types import Sample, Sampling
 from rollout.ledger.writer import LedgerWriter
+from tests.support.waiting import until
 from tests.support.wire import serving
 
 pytestmark = pytest.mark.usefixtures("loads_quickly")
 
 WAIT = 60.0
+ROLLOUT = [sys.executable, "-m", "rollout"]
 SAMPLING = Sampling(n=3, max_tokens=16, seed=5, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 
@@ -267,3 +271,34 @@ def test_with_weights_it_makes_the_token_under_both(run: Recorded, tmp_path: Pat
     for side, samples in (("a", run.samples), ("b", other.samples)):
         sample = samples["late", index]
         assert (token[side], token[f"{side}_logprob"]) == (sample.token_ids[token["at"]], sample.logprobs[token["at"]])
+
+
+# processes
+
+
+@pytest.mark.long
+def test_a_killed_process_leaves_a_ledger_that_another_one_replays(weights: Path, tmp_path: Path) -> None:
+    """A service that is killed while it writes, a second one that continues the file, and `rollout replay` with its own."""
+    file = tmp_path / "run.ledger"
+    config = config_of(weights / "step-0")
+    service = msgspec.structs.replace(config.service, ledger=str(file), ledger_prompts=True)
+    config = msgspec.structs.replace(config, service=service)
+    for seed in range(2):
+        (tmp_path / "rollout.toml").write_text(dump(config))
+        ready = tmp_path / f"ready-{seed}"
+        command = [*ROLLOUT, "serve", "--config", str(tmp_path / "rollout.toml"), "--service.endpoint", "tcp://127.0.0.1:*"]
+        with subprocess.Popen([*command, "--ready-file", str(ready)]) as process:
+            until(ready.exists, "it serves", WAIT)
+            with RolloutClient(ready.read_text()) as client:
+                sampling = msgspec.structs.replace(SAMPLING, seed=seed)
+                client.submit(PROMPTS[seed], sampling, f"first {seed}").result(timeout=WAIT)
+                client.refresh(str(weights / "step-1"), version=1)
+                client.submit(PROMPTS[seed], sampling, f"second {seed}").result(timeout=WAIT)
+                process.kill()
+    read = ledger.read(file)
+    assert len(read.services) == 2 and not any(service.closed for service in read.services)
+    assert [group.group_id for group in read.groups] == ["first 0", "second 0", "first 1", "second 1"]
+    words = ["replay", str(file), "--weights", str(weights), "--out", str(tmp_path / "out.jsonl")]
+    done = subprocess.run([*ROLLOUT, *words], capture_output=True, text=True, timeout=4 * WAIT)
+    assert done.returncode == 0, done.stderr
+    assert [row["equal"] for row in written(tmp_path / "out.jsonl")] == [True] * 12
