@@ -712,6 +712,8 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     redraw: bool = False
     """with `score`: draw each token of `partials` again, with the counters of its child. A child ends with the first draw that
     is another token, or that ends a child; its tokens are the draws"""
+    label: str = ""
+    """the client's id of the group where `id` is another one, for messages to people"""
 
     def __repr__(self) -> str:
         """Describe the group in one line."""

@@ -23,10 +23,13 @@ from rollout.bench import (
     lora,
     products,
     refresh,
+    replay,
     score,
     sharing,
     train_step,
+    trust,
     turns,
+    vanish,
     verify,
 )
 from rollout.bench.against import parse
@@ -53,10 +56,13 @@ BENCHMARKS = {
     "lora": Benchmark(lora.measure, in_process=False),
     "products": Benchmark(products.measure),
     "refresh": Benchmark(refresh.measure, in_process=False),
+    "replay": Benchmark(replay.measure, in_process=False),
     "score": Benchmark(score.measure),
     "sharing": Benchmark(sharing.measure_model, any_kv=True, on_device=True),
     "train_step": Benchmark(train_step.measure),
+    "trust": Benchmark(trust.measure, in_process=False),
     "turns": Benchmark(turns.measure, in_process=False),
+    "vanish": Benchmark(vanish.measure, in_process=False),
     "verify": Benchmark(verify.measure, in_process=False),
 }
 """what is not a workload"""
