@@ -41,15 +41,18 @@ class ProductRates:
         self.kernels, self.weights, self.read = kernels, weights, read
         self.peaks = dict.fromkeys(KINDS, 0.0)
         self.bytes_per_second = 0.0
+        self._next = 0
+        """where to read next: all of the weights in turn, so that no cache holds what is read again"""
         for _ in range(3):
             self.measure()
 
     def measure(self) -> None:
         for kind in self.peaks:
             self.peaks[kind] = max(self.peaks[kind], register_peak(self.kernels, kind))
-        size, at = 4 * MIB, self.weights.data_ptr()
-        for first in range(0, self.read, size):
-            self.bytes_per_second = max(self.bytes_per_second, reading(self.kernels, at + first, size))
+        size, whole, at = 4 * MIB, self.weights.nbytes, self.weights.data_ptr()
+        for _ in range(self.read // size):
+            self.bytes_per_second = max(self.bytes_per_second, reading(self.kernels, at + self._next, size))
+            self._next = (self._next + size) % (whole - whole % size)
 
 
 def measure(setup: BenchSetup) -> Iterator[Row]:

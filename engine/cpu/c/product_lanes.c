@@ -163,23 +163,25 @@ TILES(DOT)
 
 /* ---- few rows: acc[rows][nv vectors] = x[rows][words] · the words of nv · VL outputs from `from` on, `row` bytes apart ----
 
-   DEEP words of each output at a time, in registers, meet all rows. Meanwhile as many lines are fetched from `next` on, what is read
+   `deep` words of each output at a time, in registers, meet all rows. A whole line of them is read at once where that is free, or
+   where outputs are a multiple of 4 KiB apart, whose lines drive each other out of the L1 cache. Meanwhile as many lines are fetched from `next` on, what is read
    afterwards, in the order of memory, which the hardware's prefetcher follows; to L2, as L1 has too few misses in flight. */
 
+enum { LINE = 16 }; /* words */
 enum { WIDE = 4 }; /* up to so many rows two vectors of eight lanes take turns, as one chain of additions waits for itself */
 
 INLINE void chain(const char *from, int64_t row, int64_t words, const char *next, const uint32_t *x, float *acc, int rows, int nv,
-                  int kind) {
-    enum { FETCHES = VL * DEEP / 16 }; /* lines of DEEP words of a vector */
+                  int deep, int kind) {
     vf sum[SIDE][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < nv; v++) sum[r][v] = all(0);
-    for (const char *end = from + 4 * words; from < end; from += 4 * DEEP, next += 64 * FETCHES * nv) {
-        vu t[2][DEEP];
-        UNROLL for (int v = 0; v < nv; v++) transpose_deep(from + v * VL * row, row, t[v]);
-        UNROLL for (int j = 0; j < DEEP; j++) {
-            UNROLL for (int v = 0; v < nv; v++)
-                if (j < FETCHES) __builtin_prefetch(next + 64 * (j * nv + v), 0, 2);
+    for (const char *end = from + 4 * words; from < end; from += 4 * deep) {
+        vu t[2][LINE];
+        UNROLL for (int v = 0; v < nv; v++)
+            UNROLL for (int j = 0; j < deep; j += DEEP) transpose_deep(from + v * VL * row + 4 * j, row, t[v] + j);
+        UNROLL for (int j = 0; j < deep; j++) {
+            if (j % (LINE / VL) == 0) /* as many lines as are read */
+                UNROLL for (int v = 0; v < nv; v++, next += 64) __builtin_prefetch(next, 0, 2);
             UNROLL for (int half = 0; half < 2; half++) {
                 if (half && kind != WORDS) break;
                 vu b[2];
@@ -198,30 +200,41 @@ INLINE void chain(const char *from, int64_t row, int64_t words, const char *next
 }
 
 typedef void (*ChainFn)(const char *, int64_t, int64_t, const char *, const uint32_t *, float *);
-#define CHAIN(kind, rows, nv)                                                                                           \
-    static void chain_##kind##_##rows##_##nv(const char *from, int64_t row, int64_t words, const char *next,            \
+#define CHAIN(kind, rows, nv, name, deep)                                                                               \
+    static void chain_##kind##_##rows##_##name(const char *from, int64_t row, int64_t words, const char *next,            \
                                              const uint32_t *x, float *acc) {                                           \
-        chain(from, row, words, next, x, acc, rows, nv, kind);                                                          \
+        chain(from, row, words, next, x, acc, rows, nv, deep, kind);                                                    \
     }
-#define CHAINS_TO_8(kind)                                                                                               \
-    CHAIN(kind, 1, 1) CHAIN(kind, 2, 1) CHAIN(kind, 3, 1) CHAIN(kind, 4, 1) CHAIN(kind, 5, 1) CHAIN(kind, 6, 1)         \
-    CHAIN(kind, 7, 1) CHAIN(kind, 8, 1) CHAIN(kind, 1, 2) CHAIN(kind, 2, 2) CHAIN(kind, 3, 2) CHAIN(kind, 4, 2)         \
-    static const ChainFn wide_##kind[WIDE] = {chain_##kind##_1_2, chain_##kind##_2_2, chain_##kind##_3_2, chain_##kind##_4_2};
-#define NAMES_TO_8(kind)                                                                                                \
-    chain_##kind##_1_1, chain_##kind##_2_1, chain_##kind##_3_1, chain_##kind##_4_1, chain_##kind##_5_1,                 \
-        chain_##kind##_6_1, chain_##kind##_7_1, chain_##kind##_8_1
+#define FEW_CHAINS(kind)                                                                                                \
+    CHAIN(kind, 1, 1, one, AT_ONCE) CHAIN(kind, 2, 1, one, AT_ONCE) CHAIN(kind, 3, 1, one, AT_ONCE)                     \
+    CHAIN(kind, 4, 1, one, AT_ONCE) CHAIN(kind, 5, 1, one, AT_ONCE) CHAIN(kind, 6, 1, one, AT_ONCE)                     \
+    CHAIN(kind, 7, 1, one, AT_ONCE) CHAIN(kind, 8, 1, one, AT_ONCE)
+#define FEW_NAMES(kind)                                                                                                 \
+    chain_##kind##_1_one, chain_##kind##_2_one, chain_##kind##_3_one, chain_##kind##_4_one, chain_##kind##_5_one,       \
+        chain_##kind##_6_one, chain_##kind##_7_one, chain_##kind##_8_one
 #if VL == 16
+enum { AT_ONCE = LINE }; /* words of one vector, up to 8 rows: there are registers for a line */
 #define CHAINS(kind)                                                                                                    \
-    CHAINS_TO_8(kind)                                                                                                   \
-    CHAIN(kind, 9, 1) CHAIN(kind, 10, 1) CHAIN(kind, 11, 1) CHAIN(kind, 12, 1) CHAIN(kind, 13, 1) CHAIN(kind, 14, 1)    \
-    CHAIN(kind, 15, 1) CHAIN(kind, 16, 1)                                                                               \
+    FEW_CHAINS(kind)                                                                                                    \
+    CHAIN(kind, 9, 1, one, DEEP) CHAIN(kind, 10, 1, one, DEEP) CHAIN(kind, 11, 1, one, DEEP)                            \
+    CHAIN(kind, 12, 1, one, DEEP) CHAIN(kind, 13, 1, one, DEEP) CHAIN(kind, 14, 1, one, DEEP)                           \
+    CHAIN(kind, 15, 1, one, DEEP) CHAIN(kind, 16, 1, one, DEEP)                                                         \
     static const ChainFn chains_##kind[SIDE] = {                                                                        \
-        NAMES_TO_8(kind), chain_##kind##_9_1, chain_##kind##_10_1, chain_##kind##_11_1, chain_##kind##_12_1,            \
-        chain_##kind##_13_1, chain_##kind##_14_1, chain_##kind##_15_1, chain_##kind##_16_1};
+        FEW_NAMES(kind), chain_##kind##_9_one, chain_##kind##_10_one, chain_##kind##_11_one, chain_##kind##_12_one,     \
+        chain_##kind##_13_one, chain_##kind##_14_one, chain_##kind##_15_one, chain_##kind##_16_one};                    \
+    static const ChainFn *const two_##kind[2] = {chains_##kind, chains_##kind}; /* not used */
 #else
+enum { AT_ONCE = DEEP };
 #define CHAINS(kind)                                                                                                    \
-    CHAINS_TO_8(kind)                                                                                                   \
-    static const ChainFn chains_##kind[SIDE] = {NAMES_TO_8(kind)};
+    FEW_CHAINS(kind)                                                                                                    \
+    CHAIN(kind, 1, 2, two, DEEP) CHAIN(kind, 2, 2, two, DEEP) CHAIN(kind, 3, 2, two, DEEP) CHAIN(kind, 4, 2, two, DEEP) \
+    CHAIN(kind, 1, 2, far, LINE) CHAIN(kind, 2, 2, far, LINE) CHAIN(kind, 3, 2, far, LINE) CHAIN(kind, 4, 2, far, LINE) \
+    static const ChainFn chains_##kind[SIDE] = {FEW_NAMES(kind)};                                                       \
+    static const ChainFn near_##kind[WIDE] = {chain_##kind##_1_two, chain_##kind##_2_two, chain_##kind##_3_two,         \
+                                              chain_##kind##_4_two};                                                    \
+    static const ChainFn far_##kind[WIDE] = {chain_##kind##_1_far, chain_##kind##_2_far, chain_##kind##_3_far,          \
+                                             chain_##kind##_4_far};                                                     \
+    static const ChainFn *const two_##kind[2] = {near_##kind, far_##kind};
 #endif
 CHAINS(WORDS)
 CHAINS(FLOATS)
@@ -229,13 +242,14 @@ CHAINS(FLOATS)
 CHAINS(DOT)
 #endif
 
-/* Chains of `rows` rows and one vector, or two. */
-static ChainFn chain_of(int kind, int rows, int wide) {
+/* The chain of `rows` rows and one vector of outputs, or two, `row` bytes apart. */
+static ChainFn chain_of(int kind, int rows, int nv, int64_t row) {
+    const int far = row % 4096 == 0;
 #ifdef __AVX512BF16__
-    if (kind == DOT) return wide ? wide_DOT[rows - 1] : chains_DOT[rows - 1];
+    if (kind == DOT) return nv == 1 ? chains_DOT[rows - 1] : two_DOT[far][rows - 1];
 #endif
-    return kind == WORDS ? (wide ? wide_WORDS[rows - 1] : chains_WORDS[rows - 1])
-                         : (wide ? wide_FLOATS[rows - 1] : chains_FLOATS[rows - 1]);
+    if (nv == 1) return kind == WORDS ? chains_WORDS[rows - 1] : chains_FLOATS[rows - 1];
+    return kind == WORDS ? two_WORDS[far][rows - 1] : two_FLOATS[far][rows - 1];
 }
 static const TileFn *tiles_of(int dot) {
 #ifdef __AVX512BF16__
@@ -253,11 +267,11 @@ static void multiply_vectors(const Linear *l, int64_t output, int nv, const char
     const char *from = (const char *)l->w + output * row;
     for (int64_t begin = 0; begin < words; begin += chunk) {
         const int64_t end = begin + chunk < words ? begin + chunk : words;
-        const int64_t whole = ((end < complete ? end : complete) - begin) / DEEP * DEEP;
+        const int64_t whole = ((end < complete ? end : complete) - begin) / LINE * LINE;
         const int left = (int)(end - begin - whole);
         float *acc = begin ? s->part : sum;
         if (whole)
-            chain_of(kind, rows, nv > 1)(from + 4 * begin, row, whole, next + 4 * begin * nv * VL, x + begin * per * rows, acc);
+            chain_of(kind, rows, nv, row)(from + 4 * begin, row, whole, next + 4 * begin * nv * VL, x + begin * per * rows, acc);
         for (int v = 0; v < nv; v++)
             for (int i = 0; i < left; i += VL)
                 pack_words(l, output + v * VL, begin + whole + i, s->packed + i * per * PANEL + v * VL, widened);
@@ -292,7 +306,7 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
                      float *sum, int dot) {
     const int64_t output = panel * PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
     const int64_t left = l->outputs - output, width = left < PANEL ? left : PANEL;
-    if (rows <= t->few && !l->by_input && width % VL == 0) {
+    if (rows <= (VL == 16 || l->is_bf16 ? t->few : t->few / 2) && !l->by_input && width % VL == 0) {
         multiply_few(l, output, width, ahead, x, rows, s, sum, dot);
         return;
     }
