@@ -13,6 +13,8 @@ KVName = Literal["auto", "fp8_e4m3"]
 WeightName = Literal["auto", "int8"]
 
 
+BLOCK_SIZES = {"cpu": 32, "cuda": 64}
+"""default tokens of a KV block, by kind of device"""
 BOUNDS = {
     "threads": (1, 4096),
     "drafts": (0, 64),
@@ -193,7 +195,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
         if not self.block_size:
-            msgspec.structs.force_setattr(self, "block_size", 32 if self.device == "cpu" else 64)
+            msgspec.structs.force_setattr(self, "block_size", BLOCK_SIZES[self.device.partition(":")[0]])
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         _check_bounds(self, BOUNDS)
         need(

@@ -965,6 +965,9 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     """the new weights are base + adapter, and the manifest lists the adapter's tensors; None: it lists whole tensors"""
     on_device: bool = False
     """the payload is on the model's device; it is staged there if there is room"""
+    stays: bool = False
+    """the payload can be read once more at the commit, and a source that has returned its last byte begins again: without room,
+    it replaces the live weights in place"""
 
 
 class BaseMismatch(ValueError):

@@ -41,6 +41,7 @@ from rollout.engine.forward.model import (
 from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geometry
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+from rollout.engine.forward.versions import check_versions
 from rollout.engine.kv.block import PoolCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
@@ -49,7 +50,6 @@ from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_s
 from rollout.engine.kv.states import StatePages
 from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
 from rollout.engine.types import Routing, Tag, WeightUpdate
-from rollout.engine.versions import check_versions
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 

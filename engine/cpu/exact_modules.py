@@ -33,7 +33,7 @@ from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
 from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
-from rollout.engine.forward.routes import is_experts
+from rollout.engine.forward.routes import is_experts, norms_after
 
 MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 """products of rows with a matrix [inputs, outputs] that are answered with ours"""
@@ -176,7 +176,7 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
         up = linear(hidden[tokens], *first(expert), products)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)
         out = linear(inner, *second(expert), products)
-        if self.has_post_expert_norm:
+        if norms_after(self):
             out = self.post_expert_norm(out)
         total = total.index_add(0, tokens, out.float() * top_k_weights.flatten()[at].float()[:, None])
     return total.to(hidden.dtype)
@@ -196,7 +196,7 @@ def _experts_at_once(
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     bias = self.down_proj_bias if self.has_bias else None
     out = kernels.grouped(inner, self.down_proj, bias, routes, gather=False, by_input=by_input)
-    return kernels.combine(self.post_expert_norm(out) if self.has_post_expert_norm else out, top_k_weights, routes)
+    return kernels.combine(self.post_expert_norm(out) if norms_after(self) else out, top_k_weights, routes)
 
 
 def _matrices(experts: Any, name: str) -> Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]:

@@ -33,7 +33,7 @@ class Team(ctypes.Structure):
 class Tuning(ctypes.Structure):
     """`Tuning` of c/threads.h: choices of products that change no bit."""
 
-    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "near", "bytes")]
+    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "bytes")]
 
 
 class _Draw(ctypes.Structure):

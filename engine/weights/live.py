@@ -12,6 +12,9 @@
 The exchange works slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
 weights, and a failure at tensor k restores tensors 0 … k from it. Undo needs one slice of memory, for a model of any size.
 
+On a device without room for a second copy, a payload that stays readable is checked first and then copied straight into the
+live tensors (`rollout.engine.weights.in_place`).
+
 After a sleep dropped the weights, there is nothing to undo: a refresh is staged directly into the live tensors, and no step
 runs until it is complete and checked (`dropped`).
 
@@ -30,6 +33,7 @@ from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
 from rollout.engine.types import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
+from rollout.engine.weights.in_place import InPlaceStaging
 from rollout.engine.weights.inventory import Digests, Inventory
 from rollout.engine.weights.lora import AdapterBase, AdapterMerge
 from rollout.engine.weights.offload import OffloadedModel
@@ -153,22 +157,28 @@ class Weights:
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
         on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
-        if not self.dropped:
-            on_device = self._buffers.open(on_device)
+        crowded = on_device and not self.dropped and not self._buffers.open_on_device()
+        in_place, on_device = crowded and update.stays, on_device and (update.stays or not crowded)
+        if in_place:
+            self._digests.learn(self._tensors)  # before they are overwritten
+        elif not (on_device or self.dropped):
+            self._buffers.open_in_host_memory()
         merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
-        parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
-        if on_device:
+        place = self._live if self.dropped or in_place else self._buffers.place
+        parts = parts_of(manifest, targets, place) if merging is None else merging.parts
+        if in_place:
+            self._staging = InPlaceStaging(update, parts, self._memory, self._close_staging)
+        elif on_device:
             self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
         else:
             making: TensorSlices | None = merging
             if self._twins.of:
-                making = TwinStaging(self._twins, parts, self._destination, merging)
+                making = TwinStaging(self._twins, parts, place, merging)
             self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, making)
         return self._staging
 
-    def _destination(self, name: str) -> torch.Tensor:
-        """Return the tensor that staging writes: the staged one, or the live one if the weights were dropped."""
-        return self._all[name].detach() if self.dropped else self._buffers.place(name)
+    def _live(self, name: str) -> torch.Tensor:
+        return self._all[name].detach()
 
     def commit(self, staging: Staging) -> None:
         """Exchange staged and live tensors, then set the version. Call it between two steps.
@@ -183,6 +193,8 @@ class Weights:
             self._streamed.ring.settle()
         if self.dropped:
             self._fill_slots()
+        elif isinstance(staging, InPlaceStaging):
+            self._write(staging)
         else:
             self._exchange(staging)
         self.base.commit(staging.digests, staging.bases)
@@ -190,6 +202,13 @@ class Weights:
         self.dropped = False
         self.version = staging.version
         staging.close()
+
+    def _write(self, staging: InPlaceStaging) -> None:
+        """Overwrite the live tensors. If that fails, the weights are dropped."""
+        self.dropped = True
+        self.base.clear()
+        staging.write()
+        self._check_addresses()
 
     def _exchange(self, staging: Staging) -> None:
         """Swap all staged tensors with the live ones, slice by slice, or none."""
