@@ -1,6 +1,6 @@
 """`rollout bench vanish`: what machines that vanish cost. Replicas of a fleet are killed again and again while it generates.
 
-kills_per_hour   of replicas, by SIGKILL, the next one as soon as all serve again and have worked for a while
+kills_per_hour   of replicas, by SIGKILL, three at most, each as soon as all serve again and have worked for a while
 more_tokens      fraction of tokens, prefill included, that was computed beyond those of a run without kills
 lost, different  samples that did not arrive, and samples of which a token or a bit of a log-prob differs from that run's
 
@@ -29,6 +29,8 @@ from rollout.client.handle import Handle
 from rollout.engine.types import Sample, Sampling
 
 PROMPTS, N, PROMPT_TOKENS, NEW_TOKENS = 24, 8, 128, 128
+KILLS = 3
+"""in a run at most: replicas that are killed more often than a sample takes would never finish one that begins again"""
 WORK_S = 4.0
 """for which all replicas serve between two kills"""
 STREAM_EVERY = 8
@@ -131,9 +133,9 @@ def computed(client: RolloutClient) -> int:
 
 
 def kill_until_done(client: RolloutClient, handles: list[Handle]) -> int:
-    """Kill replicas in turn until all groups have ended. Returns how many."""
+    """Kill replicas in turn, until all groups have ended or KILLS were killed. Returns how many."""
     kills, serve_since, seen = 0, None, None
-    while not all(handle.done for handle in handles):
+    while kills < KILLS and not all(handle.done for handle in handles):
         status = client.status(timeout=WAIT_S)
         victim = status["replicas"][kills % len(status["replicas"])]
         counter = victim.get("generated_tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,8 @@ from rollout.engine.types import Sample
 
 def sample(index: int, reason: str = "length") -> Sample:
     ids, logprobs = np.array([1, 2, index], np.int32), np.zeros(3, np.float32)
-    return Sample(group_id="g", index=index, token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=[(0, 0)])  # type: ignore[arg-type]
+    own: dict[str, Any] = {"finish_reason": reason, "weight_versions": [(0, 0)], "prompt_tokens": 1, "seed": 0}
+    return Sample(group_id="g", index=index, token_ids=ids, logprobs=logprobs, **own)
 
 
 def test_what_was_lost_and_what_differs_is_counted() -> None:
