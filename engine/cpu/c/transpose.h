@@ -31,7 +31,7 @@ INLINE void transpose_deep(const char *from, int64_t row, vu *to) {
     }
 }
 #elif VL == 8
-/* Words of rows i and i + 4 in one vector, in alternation. */
+/* Four words of row i, then four of row i + 4, in one vector. */
 INLINE __m256i pair(const char *p, int64_t row) {
     const __m128i low = _mm_loadu_si128((const __m128i *)p), high = _mm_loadu_si128((const __m128i *)(p + 4 * row));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
