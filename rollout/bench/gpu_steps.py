@@ -235,6 +235,9 @@ def weights(bench: Bench) -> Rows:
     release(bench.device)
     try:
         for offload in OFFLOADS:
+            if offload.prefetch_step >= bench.config.num_hidden_layers // offload.group_size:
+                yield {"left_out": f"prefetch_step={offload.prefetch_step}: each offloaded layer would have a slot of its own"}
+                continue
             yield from streamed_rows(bench, config, offload, times, resident, limits)
     finally:
         bench.forget_module()  # its layers are views of the slots

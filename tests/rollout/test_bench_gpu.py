@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.bench import against, gpu, gpu_runs, runner
+from rollout.bench import against, gpu, gpu_kernels, gpu_runs, runner
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, ForwardCost, GpuBenchSizes, beside_limit
 from rollout.bench.harness import PeerFailed
@@ -102,8 +102,12 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert parts["refresh"][0]["bytes"] == parts["machine"][0]["weight_bytes"]
     assert len(parts["naps"]) == 3
     kinds = ("decode", "decode, mixed lengths", "prefill", "prefill, mixed lengths")
-    assert [row["what"] for row in parts["weights"][:-1]] == [*kinds]
-    assert all(row["same_logits"] and 0 < row["resident_limit_ms"] for row in parts["weights"][:-1])
+    fetched = [row for row in parts["weights"][:-1] if "what" in row]
+    ahead = sorted({row["prefetch_step"] for row in fetched})
+    assert [row["what"] for row in fetched] == [*kinds] * len(ahead) and ahead in ([1], [1, 2]), (
+        "the second if there are layers"
+    )
+    assert all(row["same_logits"] and 0 < row["resident_limit_ms"] for row in fetched)
     assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
 
 
@@ -236,3 +240,19 @@ def test_what_a_decode_step_reads(bench: Bench) -> None:
     embedding = untied.module.get_input_embeddings().weight
     assert untied.read_bytes == sum(parameter.nbytes for parameter in untied.module.parameters()) - embedding.nbytes
     assert untied.read_bytes == bench.read_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_launches_of_attention_are_compared(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, without its graphs: other launches give the same numbers."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(gpu_kernels, "timed", lambda bench, run: (1.0, run().float()))
+    monkeypatch.setattr(gpu_kernels, "changes", lambda block: [{"keys": 32, "warps": 8, "stages": 4}])
+    config = SimpleNamespace(num_key_value_heads=1, num_attention_heads=2, head_dim=16, hidden_size=32)
+    bench: Any = SimpleNamespace(
+        config=config, dtype="float32", kv_dtype=kv_dtype, device=torch.device("cpu"), rates={"bytes_per_second": 1e9}
+    )
+    rows = list(gpu_kernels.one_pool(bench, np.array([70, 33], np.int32), 64))
+    assert [row["launch"] for row in rows] == ["default", {"keys": 32, "warps": 8, "stages": 4}]
+    assert all(row["off"] < 1e-5 and row["bytes_per_second"] > 0 for row in rows)
