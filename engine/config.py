@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import msgspec
 
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
+WeightName = Literal["auto", "int8"]
 
 
+BLOCK_SIZES = {"cpu": 32, "cuda": 64}
+"""default tokens of a KV block, by kind of device"""
 BOUNDS = {
     "threads": (1, 4096),
     "drafts": (0, 64),
@@ -83,10 +87,10 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """largest fraction of the free host memory that cpu_offload_gib may take"""
     share_prefix: bool = True
     """attention reads a prompt prefix once for all rows that share it, instead of once per row. Samples are the same"""
-    fused_layers: bool = False
+    fused_layers: bool | None = None
     """on CUDA, run the decoder layers of Llama-like models with about 10 kernel launches each instead of 50, and the RMSNorms
     of other models with 2 instead of 8. Norms are then summed in another order than torch's, so log-probs differ from those of
-    a trainer's forward in the last bits"""
+    a trainer's forward in the last bits, as they do by cuBLAS's products. Default: on, unless exact or routed_experts is"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and its bounds."""
@@ -102,6 +106,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """folder of a transformers model; `rollout serve` also accepts a Hugging Face Hub id or the word smollm2"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the weights, and of KV if kv_dtype is auto"""
+    weight_dtype: WeightName = "auto"
+    """weights that the products of nn.Linear read, the LM head's included. auto: those in dtype. int8: codes of eight bits, 64
+    inputs to a scale, made from the weights at start and at each refresh, so that decode reads half the bytes; both together
+    take 1.5 times the memory. `use_exact` gives a trainer the same numbers. On the CPU only (docs/decisions/int8.md)"""
     kv_dtype: KVName = "auto"
     """dtype of KV. auto: same as dtype. fp8_e4m3: one byte per number and one scale per token and head, so the pools hold
     nearly twice the tokens; log-probs then differ from those of a trainer's forward by what `rollout bench fidelity` prints,
@@ -133,8 +141,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """most draft tokens per sequence and step. The engine proposes them from sibling samples if few sequences run and drafting
     pays off. Samples are the same. 0: off. Default: 6, or 0 if steps overlap (docs/decisions/drafts.md)"""
 
-    block_size: int = 32
-    """tokens per KV block"""
+    block_size: int = 0
+    """tokens per KV block. 0: 32; on CUDA 64, so that the keys that attention reads at a time are in one block"""
     kv_gib: float | None = None
     """size of the KV pool on the device in GiB, recurrent states included, allocated at start; or set kv_tokens. Default: a
     quarter of the free memory, used as needed; on CUDA 80 %, allocated at start"""
@@ -186,6 +194,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(message)
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
+        if not self.block_size:
+            msgspec.structs.force_setattr(self, "block_size", BLOCK_SIZES[self.device.partition(":")[0]])
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         _check_bounds(self, BOUNDS)
         need(
@@ -199,3 +209,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "so that all running sequences fit into one step",
         )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
+        need(
+            self.weight_dtype in get_args(WeightName),
+            f"weight_dtype={self.weight_dtype!r}: must be one of {', '.join(get_args(WeightName))}",
+        )
+        if self.weight_dtype == "int8":
+            self._check_int8(need)
+
+    def _check_int8(self, need: Callable[[bool, str], None]) -> None:
+        """Check what products in eight bits do not support."""
+        asked = f"weight_dtype={self.weight_dtype!r}"
+        need(self.isa != "torch", f"{asked} with isa='torch': it needs kernels; leave one of them out")
+        need(not self.latent_kv, f"{asked} with latent_kv: that one reads kv_b_proj as a matrix; leave one of them out")

@@ -41,6 +41,7 @@ from rollout.engine.forward.model import (
 from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geometry
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+from rollout.engine.forward.versions import check_versions
 from rollout.engine.kv.block import PoolCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
@@ -228,8 +229,7 @@ class Worker:
         config = self.config
         count = min(config.most_tokens, self.model.context)
         yield min(config.most_tokens // count, config.most_seqs), count
-        decode = [config.most_seqs] if self.graphs is None else [*self.graphs.sizes]
-        yield from ((rows, 1) for rows in reversed(decode))
+        yield from [(config.most_seqs, 1)] if self.graphs is None else self.graphs.warm_up_shapes(self.model.context)
 
     @torch.inference_mode()
     def _warm_up_step(self, rows: int, count: int) -> None:
@@ -258,6 +258,7 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
     """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, allocate the
     KV pools, in this order. `Worker.config` has the defaults that depend on the device. report: takes the name of each phase
     when it begins. Raises ValueError for a configuration that cannot work."""
+    check_versions()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device, drafts = device_of(config), config.drafts
@@ -270,7 +271,7 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
     if config.latent_kv != stores_latents(module_of(model)):
         raise ValueError(
-            f"latent_kv={config.latent_kv}: {model.name} was given otherwise; call use_latent_kv, or plain_kv, first"
+            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
         )
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
@@ -316,8 +317,11 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
+    int8 = config.weight_dtype == "int8"
+    if int8 and not isinstance(model, Model):
+        raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv))
+    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv, int8))
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
@@ -375,7 +379,7 @@ def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
     `EngineConfig.drafts` as the user set it. Raises ValueError."""
     if asked:
         raise ValueError(
-            f"drafts={asked}: without the kernels of the CPU, a recurrent state cannot go back behind a rejected draft; set 0, "
+            f"drafts={asked}: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state; set 0, "
             "or leave it out"
         )
     return msgspec.structs.replace(config, drafts=0)

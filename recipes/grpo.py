@@ -5,7 +5,7 @@
                                      refresh ┘ (in place, while groups run)     ┘
 
     python -m rollout.recipes.grpo                # learns one-digit products with SmolLM2-135M, minutes on 2 cores
-    python -m rollout.recipes.grpo --partial      # slow children go on beside the next batch, under new weights
+    python -m rollout.recipes.grpo --partial      # slow children continue during the next batch, under new weights
     python -m rollout.recipes.grpo --no-refresh   # the control: the service keeps its first weights; the reward stays
     python -m rollout.recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
     python -m rollout.recipes.grpo --model shape:tiny-moe --task even-ids    # a mixture of experts, without a download
@@ -93,11 +93,13 @@ class Options:
     """questions that are never trained on, asked greedily before and after; 0 = none"""
     exact: bool = True
     """the trainer's forward has the service's bits; --no-exact trains with plain transformers"""
+    int8: bool = False
+    """the service reads weights in eight bits (weight_dtype = "int8"); with --exact the trainer computes with them, too"""
     replay: bool = False
     """of a mixture of experts: the trainer's routers choose the experts that the service chose (R3)"""
     partial: bool = False
-    """a batch ends when three quarters of each group's children have: the others are cut, go on beside the next batch, under
-    new weights, and their groups are trained on one step later"""
+    """a batch ends when three quarters of each group's children have: the others are cut, and continue during the next batch,
+    under new weights, and their groups are trained on one step later"""
     refresh: bool = True
     """push the weights after each step; --no-refresh is the control"""
     threads: int = 1
@@ -108,6 +110,8 @@ class Options:
     """of a service of this model that runs, or of a cache in front of it (`rollout cache`); default: start a service"""
     out: Path = Path("grpo-run")
     """folder for rewards.jsonl, curves.png and wandb's files"""
+    checkpoints: Path | None = None
+    """folder for the weights of each version, in a folder of its number, for `rollout replay --weights`"""
     save: Path | None = None
     """folder for the trained model and its tokenizer, for `rollout serve --model FOLDER`; adapters are merged"""
     wandb: bool = True
@@ -246,6 +250,8 @@ def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.M
         norm = learner.step()
         phase("refresh")
         weights = push(client, model, step + 1) if options.refresh else {}
+        if options.checkpoints is not None:
+            policy.save(model, None, options.checkpoints / str(step + 1))
         lag = policy.lags(groups, step)
         slowest = max(sample.seconds for group in groups for sample in group)
         seconds, began = time.perf_counter() - began, time.perf_counter()
@@ -279,9 +285,9 @@ def whole_batches(options: Options, client: RolloutClient, task: Task) -> Iterat
 
 
 def partial_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
-    """Yield batch after batch, each one step after most of its children have ended: the rest goes on meanwhile, beside the next
-    batch and under the weights that come in between. A token is two versions old at most; the spans say which made it, and its
-    log-prob is of that one."""
+    """Yield batch after batch, each one step after most of its children have ended: the others continue during the next
+    batch, under the weights of each refresh. A token is at most two versions old. The spans give its version, and its log-prob
+    belongs to that version."""
     pending = submit(options, client, task, 0)
     ended: list[list[Sample]] = []
     late: list[Handle | None] = []
@@ -335,7 +341,7 @@ def checked(group: list[Sample]) -> list[Sample]:
 
 
 def push(client: RolloutClient, model: torch.nn.Module, version: int) -> Row:
-    """Give the service these weights, of a PeftModel the adapter. It goes on with them, running samples included; they keep the
+    """Give the service these weights, of a PeftModel the adapter. Running samples continue with them; they keep the
     KV they have."""
     send = client.refresh_lora if hasattr(model, "peft_config") else client.refresh
     done = send(model, version=version, kv="keep")
@@ -414,6 +420,8 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
     Raises KeyboardInterrupt and NothingToLearn after the results of the finished steps were kept."""
     if options.wandb and importlib.util.find_spec("wandb") is None:
         raise InputError("wandb is not installed: pip install 'rl-rollout[wandb]', or give --no-wandb")
+    if options.checkpoints is not None and options.lora:
+        raise InputError("--checkpoints with --lora: the weights would have to be merged at each step; leave one of them out")
     say(f"loading {options.model}")
     from rollout.engine.cpu.backward import fast_in_bf16
     from rollout.exact import use_exact
@@ -507,7 +515,7 @@ def report(options: Options, task: Task, outcome: Outcome) -> None:
 def service_config(options: Options, folder: Path) -> Config:
     engine = EngineConfig(
         model=str(folder), kv_gib=options.kv_gib, cpu_offload_gib=options.kv_gib, seed=options.seed, threads=options.threads,
-        routed_experts=options.replay,
+        routed_experts=options.replay, weight_dtype="int8" if options.int8 else "auto",
     )  # fmt: skip
     return Config(engine=engine, tracking=TrackingConfig(interval_s=2.0, audit_every=16))
 

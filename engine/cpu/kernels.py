@@ -33,7 +33,7 @@ class Team(ctypes.Structure):
 class Tuning(ctypes.Structure):
     """`Tuning` of c/threads.h: choices of products that change no bit."""
 
-    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few")]
+    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "bytes")]
 
 
 class _Draw(ctypes.Structure):
@@ -51,7 +51,8 @@ class Linear(ctypes.Structure):
     """`Linear` of c/products.h: addresses of a weight [outputs, inputs] (or [inputs, outputs] if `by_input`) and its bias."""
 
     _fields_ = [
-        ("w", c_void_p), ("bias", c_void_p), *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input")),
+        ("w", c_void_p), ("bias", c_void_p),
+        *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input", "int8")),
     ]  # fmt: skip
 
 
@@ -81,7 +82,7 @@ class Kernels:
         self.library = load(self.path)
         check_layout(self.library, "rollout_layout_sampling", Draw=_Draw, Team=Team)
         check_layout(self.library, "rollout_layout_products", Linear=Linear, Tuning=Tuning)
-        self.library.rollout_packed_bytes.restype = c_int64
+        self.library.rollout_packed_bytes.restype = self.library.rollout_int8_packed_bytes.restype = c_int64
         if self.library.rollout_prepare():
             raise NativeUnavailable(f"the operating system does not allow this process to use {isa} (arch_prctl)")
         self.tuning = Tuning()
@@ -235,8 +236,12 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a buffer for `rows` rows of the widest of `inputs`, in the layout that products read."""
+    def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype, int8: bool = False) -> torch.Tensor:
+        """Allocate a buffer for `rows` rows of the widest of `inputs`, in the layout that products read. int8: of those in
+        eight bits."""
+        if int8:
+            sizes = [self.library.rollout_int8_packed_bytes(c_int64(rows), c_int64(n)) for n in inputs]
+            return torch.empty(max(sizes), dtype=torch.uint8)
         team, is_bf16 = self.team(), dtype == torch.bfloat16
         sizes = [
             self.library.rollout_packed_bytes(ctypes.byref(team), c_int64(rows), c_int64(n), c_int64(is_bf16)) for n in inputs

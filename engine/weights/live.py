@@ -12,6 +12,9 @@
 The exchange works slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
 weights, and a failure at tensor k restores tensors 0 … k from it. Undo needs one slice of memory, for a model of any size.
 
+On a device without room for a second copy, a payload that stays readable is checked first and then copied straight into the
+live tensors (`rollout.engine.weights.in_place`).
+
 After a sleep dropped the weights, there is nothing to undo: a refresh is staged directly into the live tensors, and no step
 runs until it is complete and checked (`dropped`).
 
@@ -30,12 +33,14 @@ from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
 from rollout.engine.types import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
+from rollout.engine.weights.in_place import InPlaceStaging
 from rollout.engine.weights.inventory import Digests, Inventory
 from rollout.engine.weights.lora import AdapterBase, AdapterMerge
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.engine.weights.resident import ResidentTensors
-from rollout.engine.weights.staging import StagedTensor, Staging
+from rollout.engine.weights.staging import StagedTensor, Staging, TensorSlices
 from rollout.engine.weights.tensors import InvalidWeights
+from rollout.engine.weights.twins import Twins, TwinStaging
 from rollout.engine.weights.versions import check_named, next_version
 
 
@@ -72,10 +77,13 @@ class Weights:
         self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = AdapterBase(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
-        here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
+        self._twins = Twins(module, self._tensors)
+        self._all = {**self._tensors, **self._twins.tensors}
+        """the tensors and their twins"""
+        here = {name: tensor for name, tensor in self._all.items() if name not in self.inventory.offloaded}
         self._resident = ResidentTensors(here, self._memory)
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        self._buffers = RefreshBuffers(self._tensors, self.inventory.offloaded, self._memory, self._resident.size)
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
+        self._buffers = RefreshBuffers(self._all, self.inventory.offloaded, self._memory, self._resident.size)
         self._staging: Staging | None = None
         self.dropped = False
         """the weights were dropped by a sleep, and no refresh of all tensors has completed since"""
@@ -92,9 +100,11 @@ class Weights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the parameters on the model's device, including slots."""
+        """Bytes of the parameters on the model's device, including slots and twins."""
         asleep = self._module is None or (self._resident.stays and self._resident.asleep)
-        return 0 if asleep or self._module is None else storage_bytes(self._module.parameters())
+        if asleep or self._module is None:
+            return 0
+        return storage_bytes([*self._module.parameters(), *self._twins.tensors.values()])
 
     @property
     def stays(self) -> bool:
@@ -126,7 +136,7 @@ class Weights:
         if self._streamed is not None:
             self._streamed.restore_memory()
         self._lay_out()
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
 
     def stage(self, update: WeightUpdate) -> Staging:
         """Check an update and open the staging for it.
@@ -147,19 +157,28 @@ class Weights:
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
         on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
-        if not self.dropped:
-            on_device = self._buffers.open(on_device)
+        crowded = on_device and not self.dropped and not self._buffers.open_on_device()
+        in_place, on_device = crowded and update.stays, on_device and (update.stays or not crowded)
+        if in_place:
+            self._digests.learn(self._tensors)  # before they are overwritten
+        elif not (on_device or self.dropped):
+            self._buffers.open_in_host_memory()
         merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
-        parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
-        if on_device:
+        place = self._live if self.dropped or in_place else self._buffers.place
+        parts = parts_of(manifest, targets, place) if merging is None else merging.parts
+        if in_place:
+            self._staging = InPlaceStaging(update, parts, self._memory, self._close_staging)
+        elif on_device:
             self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
         else:
-            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
+            making: TensorSlices | None = merging
+            if self._twins.of:
+                making = TwinStaging(self._twins, parts, place, merging)
+            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, making)
         return self._staging
 
-    def _destination(self, name: str) -> torch.Tensor:
-        """Return the tensor that staging writes: the staged twin, or the live tensor if the weights were dropped."""
-        return self._tensors[name].detach() if self.dropped else self._buffers.place(name)
+    def _live(self, name: str) -> torch.Tensor:
+        return self._all[name].detach()
 
     def commit(self, staging: Staging) -> None:
         """Exchange staged and live tensors, then set the version. Call it between two steps.
@@ -174,6 +193,8 @@ class Weights:
             self._streamed.ring.settle()
         if self.dropped:
             self._fill_slots()
+        elif isinstance(staging, InPlaceStaging):
+            self._write(staging)
         else:
             self._exchange(staging)
         self.base.commit(staging.digests, staging.bases)
@@ -182,12 +203,20 @@ class Weights:
         self.version = staging.version
         staging.close()
 
+    def _write(self, staging: InPlaceStaging) -> None:
+        """Overwrite the live tensors. If that fails, the weights are dropped."""
+        self.dropped = True
+        self.base.clear()
+        staging.write()
+        self._check_addresses()
+
     def _exchange(self, staging: Staging) -> None:
         """Swap all staged tensors with the live ones, slice by slice, or none."""
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
-            for live, staged, scratch in (views for name in staging.names for views in self._buffers.slices(name)):
+            names = [*staging.names, *self._twins.beside(staging.names)]
+            for live, staged, scratch in (views for name in names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
                 saved = live, scratch  # from here on the scratch has the old bytes of this slice
@@ -222,6 +251,10 @@ class Weights:
         """`manifest_digest` of all tensors as committed."""
         return self._digests.committed
 
+    def live_manifest(self) -> list[TensorInfo]:
+        """List all tensors in the model's dtype, with their digests as committed."""
+        return self._digests.manifest()
+
     def live_digest(self) -> str:
         """Return the `manifest_digest` of the bytes in memory now. Reads every tensor."""
         *_, digest = self.read_live()
@@ -235,7 +268,7 @@ class Weights:
         return self._digests.read_live()
 
     def _check_addresses(self) -> None:
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._all.items():
             assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
         if self._streamed is not None:
             self._streamed.check()

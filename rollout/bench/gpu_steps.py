@@ -25,7 +25,7 @@ from rollout.engine.forward.model import Model
 from rollout.engine.types import Group, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 
-OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
+OFFLOADS = tuple(WeightOffload(group_size=4, num_in_group=1, prefetch_step=ahead) for ahead in (1, 2))
 
 
 def decode(bench: Bench) -> Rows:
@@ -49,11 +49,7 @@ def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
 
 def pool_tokens(bench: Bench) -> int:
     """Return the size of a KV pool for any of these contexts."""
-    return max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
-
-
-def blocks_of(contexts: np.ndarray, block_size: int) -> np.ndarray:
-    return -(-contexts // block_size)
+    return bench.tokens_in_blocks(contexts_of(bench).values())
 
 
 def forwards(bench: Bench, engine: Engine) -> Rows:
@@ -161,7 +157,7 @@ def prefill(bench: Bench) -> Rows:
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
     most = max(int(lengths.sum()) for lengths in prompts.values())
-    room = {"kv_tokens": max(int(blocks_of(each, 32).sum()) for each in prompts.values()) * 32, "max_batch_tokens": most}
+    room = {"kv_tokens": bench.tokens_in_blocks(prompts.values()), "max_batch_tokens": most}
     times: dict[tuple[str, str], float] = {}
     variants: dict[str, dict[str, Any]] = {"paged": {}, "without_graphs": {"cuda_graphs": False}}
     for variant, options in variants.items():
@@ -197,9 +193,9 @@ def sharing(bench: Bench) -> Rows:
     """Run `rollout bench sharing` with these shapes. Each step has the device's limit."""
     for shape in bench.sizes.shapes:
         rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
-        prefixes, contexts = shape.lengths(32)
+        prefixes, contexts = shape.lengths(bench.block)
         every = ForwardCost.of(np.ones(shape.rows), contexts)
-        once = every._replace(read=every.read - 32 * int(prefixes.sum()) * (shape.children - 1))
+        once = every._replace(read=every.read - bench.block * int(prefixes.sum()) * (shape.children - 1))
         for row in kept(rows):
             if "variant" in row:
                 row |= beside_limit(bench, once if row["variant"] == "shared" else every, row["step_ms"])
@@ -217,8 +213,7 @@ def weights(bench: Bench) -> Rows:
         "prefill, mixed lengths": lognormal(prefills, tokens // 2, tokens),
     }
     contexts = {**decodes, **prompts}
-    room = max(int(blocks_of(each, 32).sum()) for each in contexts.values())
-    config = {"max_num_seqs": rows, "kv_tokens": room * 32}
+    config = {"max_num_seqs": rows, "kv_tokens": bench.tokens_in_blocks(contexts.values())}
 
     def counts(name: str) -> np.ndarray:
         return np.ones(rows, np.int32) if name in decodes else prompts[name]
@@ -227,7 +222,7 @@ def weights(bench: Bench) -> Rows:
         fill(engine.worker.kv)
         timed: dict[str, tuple[float, torch.Tensor]] = {}
         for name, each in contexts.items():
-            batch = batch_of(engine, own_blocks(len(each), each, 32), each, count=counts(name))
+            batch = batch_of(engine, own_blocks(len(each), each, bench.block), each, count=counts(name))
             work: Callable[[], torch.Tensor] = partial(forward_of, engine, prepared(engine, batch))
             logits = work().clone()
             timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits
@@ -239,7 +234,8 @@ def weights(bench: Bench) -> Rows:
     }
     release(bench.device)
     try:
-        yield from streamed_rows(bench, config, times, resident, limits)
+        for offload in OFFLOADS:
+            yield from streamed_rows(bench, config, offload, times, resident, limits)
     finally:
         bench.forget_module()  # its layers are views of the slots
 
@@ -247,16 +243,17 @@ def weights(bench: Bench) -> Rows:
 def streamed_rows(
     bench: Bench,
     config: dict[str, Any],
+    offload: WeightOffload,
     times: Callable[[Engine], dict[str, tuple[float, torch.Tensor]]],
     resident: dict[str, tuple[float, torch.Tensor]],
     limits: dict[str, dict[str, Any]],
 ) -> Rows:
     """Measure with layers in host memory. resident: milliseconds and logits with all layers on the device. limits: their rows
     from `beside_limit`."""
-    bench.forget_module()  # the resident engine has moved its tensors into one region: views of it would keep the layers
-    streamed = OffloadedModel(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
+    bench.forget_module()  # the engine before has moved its tensors into one region: views of it would keep the layers
+    streamed = OffloadedModel(bench.module, bench.name, offload, device_of(bench.settings()).memory)
     assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
-    engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
+    engine = Engine(bench.settings(**config, weight_offload=offload), Model(bench.module, bench.name, streamed))
     for name, (ms, logits) in times(engine).items():
         copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
         limit = max(copies, resident[name][0])
@@ -271,5 +268,5 @@ def streamed_rows(
             "same_logits": torch.equal(logits, resident[name][1]),
             "offloaded_bytes": streamed.offloaded_bytes,
             "resident_bytes": engine.weights.resident_bytes,
-            **msgspec.to_builtins(OFFLOAD),
+            **msgspec.to_builtins(offload),
         }

@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine.cpu.exact_modules import plain_products, unreached, use_products
 from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
+from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
-from rollout.engine.forward.arithmetic import LATENT, without_fp8, without_latent
+from rollout.engine.forward.arithmetic import INT8, LATENT, without_fp8, without_int8, without_latent
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
@@ -45,7 +46,7 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     Raises ValueError where this machine does not have that arithmetic, for a service that keeps KV in fp8, which no trainer's
     forward does, or whose numbers depend on the batch (`/batch`), for reduced precision of fp32 products, for another device,
     and for products that are no plain nn.Linear's, router's or experts' (quantised); NativeUnavailable or TritonUnavailable
-    where the attention cannot be had. The model is as it was then. Called under autocast, an exact model raises ValueError."""
+    if the attention is not available. The model is unchanged then. Under autocast, an exact model raises ValueError."""
     if arithmetic is not None and without_fp8(arithmetic) != arithmetic:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose KV is in fp8, and a trainer's forward has none: start "
@@ -54,10 +55,12 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     if arithmetic is not None and "/batch" in arithmetic:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose numbers depend on the batch (its status says why: "
-            "computed_by_reason): no trainer has them to the bit, weigh its samples by their importance ratios instead"
+            "computed_by_reason): no trainer can compute the same bits; weight its samples by their importance ratios"
         )
     if arithmetic is not None and arithmetic.endswith(LATENT):
         return _use_exact_with_latents(model, without_latent(arithmetic), block_size, threads)
+    if arithmetic is not None and arithmetic.endswith(INT8):
+        return _use_exact_in_int8(model, without_int8(arithmetic), block_size, threads)
     _check_precision(model.device)
     if model.device.type == "cuda":
         return _use_exact_on_device(model, arithmetic, block_size)
@@ -100,6 +103,26 @@ def _use_exact_with_latents(model: Any, arithmetic: str, block_size: int, thread
     return Exact(made.arithmetic + LATENT, remove)
 
 
+def _use_exact_in_int8(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
+    """Do the same for a service with `weight_dtype = "int8"`: weights are encoded in each forward, and the gradient of both
+    factors of a product is straight-through, as if encoding were the identity. Also raises ValueError for matrices that the
+    service would refuse, and for adapters, whose product the service adds to the weight before it encodes it."""
+    if model.device.type != "cpu":
+        raise ValueError(f'the service has weight_dtype="int8", and the model is on {model.device}: it needs the CPU')
+    made = use_exact(model, arithmetic, block_size, threads)
+    try:
+        use_int8(model, isas_for(arithmetic)[0], kept=False)
+    except BaseException:
+        made.remove()
+        raise
+
+    def remove() -> None:
+        plain_weights(model)
+        made.remove()
+
+    return Exact(made.arithmetic + INT8, remove)
+
+
 def _check_precision(device: torch.device) -> None:
     """Raise ValueError if torch may round fp32 products to fewer bits: rotary positions are one, and no product of ours."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
@@ -119,11 +142,11 @@ def _probe(model: Any) -> Callers:
 
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
-    wanted = on_device.arithmetic_of(model)
+    wanted = on_device.arithmetic_of(model, model.device)
     if arithmetic not in (None, wanted):
         raise ValueError(
-            f"the service computes with arithmetic {arithmetic!r}, a trainer on CUDA with {wanted}: start the "
-            "service with device = cuda and exact = true"
+            f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
+            "cuda and exact = true, on GPUs of the trainer's compute capability and with its minor version of Triton"
         )
     attends = use_exact_attention(model, block_size)
     try:

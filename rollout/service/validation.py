@@ -51,7 +51,8 @@ def checked_group(submit: m.Submit, engine_id: str, after: tuple[str, int] | Non
         raise LimitExceeded(f"client of more than {limits.max_id_bytes} bytes (Limits.max_id_bytes)", submit.group_id)
     try:
         partials = unpack_partials(submit.partials, limits.max_n)
-        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, partials, submit.score, after, submit.redraw)
+        fields = submit.prompt, submit.sampling, submit.indices, partials, submit.score, after, submit.redraw
+        group = Group(engine_id, *fields, label=submit.group_id)
         group.validate(limits, engine.vocab_size, engine.context)
         group.validate_routes(engine.routing)
         check_sample_frames(submit.sampling, limits)
@@ -78,7 +79,7 @@ def check_route_frames(group: Group, limits: Limits, routing: Routing) -> None:
     """Check that the routes of a sample, and of the prompt, fit into the frames of a message. Raises ValueError."""
     if limits.max_frame_bytes < m.ROUTES_FRAME_BYTES:
         raise ValueError(
-            f"routed_experts=True: routes travel in frames of {m.ROUTES_FRAME_BYTES} bytes, Limits.max_frame_bytes is "
+            f"routed_experts=True: routes are sent in frames of {m.ROUTES_FRAME_BYTES} bytes, Limits.max_frame_bytes is "
             f"{limits.max_frame_bytes}; raise it"
         )
     in_frame, frames = positions_per_frame(routing.bytes_per_token), limits.max_frames - m.OTHER_FRAMES

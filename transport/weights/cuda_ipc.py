@@ -4,8 +4,8 @@
                        └─ spans [tensors, 3]: which memory, first byte, bytes
     service   opens each memory once ──→ slices, device → device, or → host where it stages there ──→ closes all
 
-What travels is bytes and integers in a Struct. The trainer holds the tensors until the version is live; what it writes to them
-meanwhile is noticed by the digests, which are those of the bytes that it found.
+The offer is a Struct of bytes and integers. The trainer keeps the tensors until the version is live. If it writes to them
+before that, the digests differ, since it computed them from the bytes at the offer.
 
 torch counts the readers of a storage in shared memory, for senders that do not wait for their readers, and keeps the memory of
 one whose readers never came. This sender waits, so it releases the count at once and sends none to the service.
@@ -55,6 +55,10 @@ class CudaIpcOffer(WeightOffer, frozen=True, eq=False, tag="cuda_ipc", forbid_un
 
     @property
     def on_device(self) -> bool:
+        return True
+
+    @property
+    def stays(self) -> bool:
         return True
 
     def open(self, expected: Expected) -> Payload:
@@ -201,12 +205,15 @@ class CudaIpcPayload(Payload):
         copy: Callable[[Any, Any], None] | None = None,
     ) -> None:
         self._memories, spans = _checked(offer, manifest, total)
-        self._spans = [(index, first, size) for index, first, size in reversed(spans) if size]
+        self._all = [(index, first, size) for index, first, size in reversed(spans) if size]
+        self._spans = list(self._all)
         self._open_memory, self._copy = open_memory, copy or Copies()
         self._opened: dict[int, Any] = {}
 
     def read(self, memory: Any) -> int:
-        """Read as every Payload. Raises SourceUnreachable for memory that cannot be opened."""
+        """Read as every Payload; begin again after the last byte. Raises SourceUnreachable where memory cannot be opened."""
+        if not self._spans:
+            self._spans = list(self._all)
         if not self._spans or not len(memory):
             return 0
         index, first, size = self._spans.pop()
@@ -220,7 +227,7 @@ class CudaIpcPayload(Payload):
 
     def close(self) -> None:
         self._opened.clear()
-        self._spans.clear()
+        self._spans, self._all = [], []
 
 
 _decoder = msgspec.msgpack.Decoder(list[TrainerStorage])

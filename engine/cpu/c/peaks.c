@@ -111,6 +111,9 @@ void rollout_read(const Team *team, const void *data, int64_t bytes) {
    measured, in about a millisecond. */
 void rollout_tune(Tuning *t) {
     *t = (Tuning){.piece = VL == 16 ? 256 : 128, .few = 16};
+#if VL == 16
+    t->bytes = __builtin_cpu_supports("avx512vnni") != 0;
+#endif
 #ifdef __AVX512BF16__
     t->dot = peak(DOT) >= 0.9 * peak(FMA);
 #endif

@@ -46,6 +46,7 @@ typedef struct {
     int64_t dot;   /* pairs of bf16 are multiplied by vdpbf16ps; else widened, by two FMA */
     int64_t piece; /* words of a panel that are transposed at once */
     int64_t few;   /* up to so many rows the sums of an output stay in registers */
+    int64_t bytes; /* codes of eight bits are multiplied by vpdpbusd; else as pairs of int16 */
 } Tuning;
 
 typedef struct {
