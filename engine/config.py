@@ -11,7 +11,7 @@ IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torc
 KVName = Literal["auto", "fp8_e4m3"]
 
 
-BOUNDS = {
+BOUNDS: dict[str, tuple[float, float]] = {
     "threads": (1, 4096),
     "drafts": (0, 64),
     "block_size": (1, 65_536),
@@ -21,10 +21,11 @@ BOUNDS = {
     "max_batch_tokens": (1, 1_048_576),
     "cpu_offload_gib": (0, 2**20),
     "foreground_s": (0, 86_400),
+    "tp_timeout_s": (0.1, 86_400),
 }
 """smallest and largest value of each number of an EngineConfig on any machine, so that an absurd number is rejected before
 memory is allocated"""
-ADVANCED_BOUNDS = {
+ADVANCED_BOUNDS: dict[str, tuple[float, float]] = {
     "lookahead_blocks": (1, 65_536),
     "min_run_tokens": (0, 1_048_576),
     "mirror_blocks_per_step": (1, 65_536),
@@ -32,7 +33,7 @@ ADVANCED_BOUNDS = {
 """the same for AdvancedConfig"""
 
 
-def _check_bounds(config: msgspec.Struct, bounds: dict[str, tuple[int, int]]) -> None:
+def _check_bounds(config: msgspec.Struct, bounds: dict[str, tuple[float, float]]) -> None:
     """Raises ValueError naming the field and its bounds."""
     for name, (least, most) in bounds.items():
         value = getattr(config, name)
@@ -150,6 +151,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep full KV blocks of finished samples while there is room, and reuse them for prompts with the same prefix. Off: reuse
     only blocks of unfinished samples"""
 
+    tp: int = 1
+    """ranks that run one replica together, each with its part of every layer: 1, 2, 4 or 8. On the CPU each rank is a process of
+    this host, and kv_gib, kv_tokens, cpu_offload_gib and threads are those of one rank (docs/decisions/tensor-parallel.md)"""
+    tree_sums: bool | None = None
+    """sum the products that tensor parallelism cuts in a tree over eight slices of their inputs, so that samples are the same,
+    to the bit, for each tp. Set it with tp = 1 to get the samples of an engine with tp > 1. Default: on if tp > 1"""
+    tp_timeout_s: float = 60.0
+    """end the replica if a rank waits so long for another one"""
     exact: bool = False
     """on CUDA, use products (of experts too) and norms whose results do not depend on the batch, so that a seeded sample does
     not either. Its cost against cuBLAS was not measured yet. The CPU path always has this property"""
@@ -167,6 +176,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep some decoder layers in host memory. Default: all layers stay on the device"""
     advanced: AdvancedConfig = AdvancedConfig()
     """tuning, for measurements"""
+
+    @property
+    def sums_in_tree(self) -> bool:
+        """`tree_sums`, or its default."""
+        return self.tp > 1 if self.tree_sums is None else self.tree_sums
 
     @property
     def most_seqs(self) -> int:
@@ -197,5 +211,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.most_tokens >= self.most_seqs,
             f"max_batch_tokens={self.most_tokens}: must be at least max_num_seqs={self.most_seqs}, "
             "so that all running sequences fit into one step",
+        )
+        need(self.tp in (1, 2, 4, 8), f"tp={self.tp}: must be 1, 2, 4 or 8, so that each rank has as many of the eight slices")
+        need(
+            self.tp == 1 or self.sums_in_tree,
+            f"tree_sums=False with tp={self.tp}: the sums of ranks are a tree; leave tree_sums out",
         )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")

@@ -24,9 +24,11 @@ import torch
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.exact_modules import sum_slices, whole_sums
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
+from rollout.engine.cpu.sums import SLICES, RankLost, Summed
 from rollout.engine.cuda.attention import (
     TritonAttention,
     TritonByShape,
@@ -61,6 +63,7 @@ from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingB
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.memory import DeviceMemory, HostMemory
+from rollout.engine.weights.cuts import summed_linears
 
 __all__ = [
     "Backend", "CannotAttend", "StepCapacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
@@ -180,6 +183,10 @@ class CpuDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
+        if config.tp == 1:  # ranks have marked their parts
+            whole_sums(model.module)
+            if config.sums_in_tree:
+                sum_slices(summed_linears(model.module), Summed(SLICES, None))
         if model.states is not None and self.isa != "torch":
             model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
             model.recurrence.keeps_inputs = True
@@ -187,6 +194,8 @@ class CpuDevice:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
         except Exception as error:
             raise UnsupportedModel(f"{model.name}: a step of the model failed: {in_one_line(error)}") from error
+        if config.sums_in_tree and computes.arithmetic.startswith(torch_arithmetic()):
+            raise UnsupportedModel(f"{model.name}: tree_sums needs the kernels of the CPU: {computes.why or self.isa_reason}")
         model.run_by(computes.decoder)
         if model.states is not None and model.recurrence.kernels is None:
             computes = scanned_in_chunks(computes)
@@ -208,6 +217,11 @@ class CpuDevice:
         pass
 
     def is_lost(self, error: BaseException) -> bool:
+        each: BaseException | None = error
+        while each is not None:
+            if isinstance(each, RankLost):
+                return True
+            each = each.__cause__
         return False
 
 
@@ -230,6 +244,8 @@ class CudaDevice:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         if config.isa != "auto":
             raise ValueError(f"isa={config.isa!r} is for the CPU: leave it out with device={config.device}")
+        if config.sums_in_tree:
+            raise ValueError(f"tp={config.tp} with device={config.device}: several ranks, and tree_sums, need the CPU so far")
         if not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if device.index is not None:

@@ -317,7 +317,9 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv))
+    kernels = ModelKernels(
+        model, backend, path, arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, tree=config.sums_in_tree)
+    )
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))

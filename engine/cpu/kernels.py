@@ -51,13 +51,15 @@ class Linear(ctypes.Structure):
     """`Linear` of c/products.h: addresses of a weight [outputs, inputs] (or [inputs, outputs] if `by_input`) and its bias."""
 
     _fields_ = [
-        ("w", c_void_p), ("bias", c_void_p), *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input")),
+        ("w", c_void_p), ("bias", c_void_p),
+        *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input", "row")),
     ]  # fmt: skip
 
 
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Describe contiguous tensors, which must outlive the struct."""
-    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
+    addresses = weight.data_ptr(), None if bias is None else bias.data_ptr()
+    return Linear(*addresses, *weight.shape, weight.dtype == torch.bfloat16, False, weight.shape[1])
 
 
 def _room_for(work: _Draw, top: np.ndarray) -> TopLogprobs:

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder
-from rollout.engine.cpu.exact_modules import NotServed, plain_products, unreached, use_products
+from rollout.engine.cpu.exact_modules import NotServed, plain_products, summed_of, unreached, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
 from rollout.engine.cpu.layer_steps import NotNative
 from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
+from rollout.engine.cpu.sums import Summed
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import ExecutionPath, NativeLayers
@@ -141,7 +142,11 @@ def check_products(module: nn.Module, products: Products) -> float:
         weight, bias = linear.weight, linear.bias
         outputs = torch.linspace(0, len(weight) - 1, min(OUTPUTS, len(weight))).long()
         x = torch.randn(CHECKED_ROWS[-2], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-        got = products.linear(x, weight, bias)[:, outputs].double()
+        summed = summed_of(linear)
+        if summed is None or products.sums is None:
+            got = products.linear(x, weight, bias)[:, outputs].double()
+        else:
+            got = products.sums.linear(x, weight, bias, Summed(summed.slices, None))[:, outputs].double()
         w, b = weight[outputs].double(), 0.0 if bias is None else bias[outputs].double()
         sums, sizes = x.double() @ w.T + b, x.double().abs() @ w.abs().T + (b if bias is None else b.abs())
         bound = (weight.shape[1] + 1) * 2.0**-24 * sizes
@@ -173,7 +178,7 @@ def _one_of_each_shape(module: nn.Module) -> dict[str, nn.Linear]:
     found: dict[tuple[Any, ...], tuple[str, nn.Linear]] = {}
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear):
-            found.setdefault((*each.weight.shape, each.bias is None), (name, each))
+            found.setdefault((*each.weight.shape, each.bias is None, summed_of(each) is None), (name, each))
     return dict(found.values())
 
 

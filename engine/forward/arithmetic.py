@@ -8,13 +8,16 @@ import torch
 
 FP8 = "+fp8_e4m3/1"
 """suffix of a name if KV is stored in fp8"""
+TREE = "+tree8/1"
+"""suffix of a name, before LATENT and FP8, if products whose inputs tensor parallelism cuts are summed in a tree over eight
+slices"""
 LATENT = "+latent/1"
 """suffix of a name, before FP8, if layers of latent attention store latents"""
 
 
-def arithmetic(computes: Any, backend: Any, fp8: bool = False, latent: bool = False) -> str:
-    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, LATENT
-    and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the
+def arithmetic(computes: Any, backend: Any, *, fp8: bool = False, latent: bool = False, tree: bool = False) -> str:
+    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, TREE if
+    sums are, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the
     bit.
 
     Args:
@@ -23,7 +26,7 @@ def arithmetic(computes: Any, backend: Any, fp8: bool = False, latent: bool = Fa
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())
     both = products if attention == products else f"{products}+{attention}"
-    return both + (LATENT if latent else "") + (FP8 if fp8 else "")
+    return both + (TREE if tree else "") + (LATENT if latent else "") + (FP8 if fp8 else "")
 
 
 def without_fp8(name: str) -> str:
@@ -34,6 +37,11 @@ def without_fp8(name: str) -> str:
 def without_latent(name: str) -> str:
     """Return the name of the same arithmetic with K and V of every head stored; it has no FP8."""
     return name.removesuffix(LATENT)
+
+
+def without_tree(name: str) -> str:
+    """Return the name of the same arithmetic with whole sums; it has no LATENT and no FP8."""
+    return name.removesuffix(TREE)
 
 
 def torch_arithmetic() -> str:

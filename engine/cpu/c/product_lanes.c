@@ -51,7 +51,7 @@ INLINE void block_by_input(const Linear *l, int64_t output, int64_t word, vu *to
 
 /* VL words, from number `word` on, of VL outputs, from number `output` on, where the matrix ends among them: zeros beyond. */
 INLINE void block_at_edge(const Linear *l, int64_t output, int64_t word, vu *to) {
-    const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, outputs = l->outputs - output;
+    const int64_t row = bytes_of(l, l->row), left = bytes_of(l, l->inputs) - 4 * word, outputs = l->outputs - output;
     char copy[VL][4 * VL];
     memset(copy, 0, sizeof copy);
     for (int i = 0; i < VL && i < outputs; i++)
@@ -72,8 +72,8 @@ INLINE void put_words(const vu *t, uint32_t *packed, int widened) {
 
 /* VL words, from number `word` on, of VL outputs, from number `output` on, packed. */
 INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *packed, int widened) {
-    const int64_t row = bytes_of(l, l->inputs);
-    if (!l->by_input && l->outputs - output >= VL && row - 4 * word >= 4 * VL) { /* a block that stays in registers */
+    const int64_t row = bytes_of(l, l->row);
+    if (!l->by_input && l->outputs - output >= VL && bytes_of(l, l->inputs) - 4 * word >= 4 * VL) { /* a block that stays in registers */
         vu t[VL];
         transpose((const char *)l->w + output * row + 4 * word, row, t);
         put_words(t, packed, widened);
@@ -210,7 +210,7 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
                      float *sum, int dot) {
     const int64_t output = panel * LANES_PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
     const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL;
-    const int64_t row = bytes_of(l, l->inputs), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int64_t row = bytes_of(l, l->row), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
     const int64_t few = rows <= t->few && !l->by_input;
     const int nv = (int)((width + VL - 1) / VL), kind = dot ? DOT : l->is_bf16 && few ? WORDS : FLOATS;
     const int widened = l->is_bf16 && kind == FLOATS, per = kind == DOT || !l->is_bf16 ? 1 : 2; /* numbers of x for a word */

@@ -16,6 +16,7 @@ typedef struct {
     const void *w, *bias; /* [outputs][inputs], [outputs] or NULL */
     int64_t outputs, inputs, is_bf16;
     int64_t by_input; /* the weight lies as [inputs][outputs] */
+    int64_t row;      /* numbers from the weights of an output to those of the next one, unless by_input */
 } Linear;
 
 INLINE int64_t bytes_of(const Linear *l, int64_t numbers) { return numbers * (l->is_bf16 ? 2 : 4); }
@@ -54,8 +55,8 @@ INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const 
     }
     if (l->by_input) return (Ahead){NULL, NULL}; /* scattered */
     const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
-    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->inputs);
-    return (Ahead){w, w + bytes_of(l, outputs * l->inputs)};
+    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->row);
+    return (Ahead){w, w + bytes_of(l, outputs * l->row)};
 }
 
 #define HIDDEN __attribute__((visibility("hidden")))
