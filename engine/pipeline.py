@@ -86,6 +86,14 @@ class Pipeline:
             self.commit()
         return self.take_ended()
 
+    def check(self) -> None:
+        """Raise DeviceLost if the worker cannot go on."""
+        try:
+            self.worker.check()
+        except Exception as error:
+            self._check_device(error)
+            raise
+
     # ── the lines of `Engine.step` ────────────────────────────────────────────────────────────────────────────────────
     def plan(self) -> Plan:
         """Decide the next step. A sequence with a pending token can neither be preempted nor have drafts, so the steps in

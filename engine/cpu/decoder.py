@@ -29,6 +29,7 @@ from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.attention import AttentionCall, Backend, Scores, located, plain_scores
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.shards import parts_of_head
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.kv.states import StateRows
 
@@ -150,7 +151,9 @@ class NativeDecoder:
         tensors = self._tensors(self.head, x)
         if len(x):
             self._run(self.head, self.head.array, tensors, None)
-        return tensors["logits"].view(len(x), self.head.widths["logits"])
+        logits = tensors["logits"].view(len(x), self.head.widths["logits"])
+        parts = parts_of_head(self.module.get_output_embeddings())
+        return logits if parts is None else parts.joined(logits)
 
 
 def _add_module(module: Any, tensors: dict[str, torch.Tensor], tokens: int) -> None:

@@ -99,6 +99,10 @@ class Exchange:
         lost = 0 if self.struct.meeting is None else Meeting.from_buffer(self._memory).lost
         return lost - 1 if lost else None
 
+    def patience(self, seconds: float) -> None:
+        """Set how long this rank waits for another one."""
+        self.patience_s, self.struct.patience_ms = seconds, round(1000 * seconds)
+
     def check(self) -> None:
         """Raise RankLost if an exchange has failed."""
         failed = self.struct.failed

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from rollout.engine.forward.random_weights import blank, fill
 from rollout.engine.forward.shapes import is_random
 from rollout.engine.memory import host_buffer, placed, side_by_side
-from rollout.engine.weights.cuts import Part, check_ranks, counts_of, cuts_of, parts_of
+from rollout.engine.weights.cuts import Cut, Part, check_ranks, counts_of, cuts_of, parts_of
 
 Gather = Callable[[torch.Tensor, Sequence[Sequence[int]]], list[torch.Tensor]]
 """takes a tensor and the shapes of those that all ranks give, and returns these, in the order of the ranks"""
@@ -33,6 +33,16 @@ class RankPlace(NamedTuple):
     rank: int
     ranks: int
     gather: Gather
+
+
+class LoadedPart(NamedTuple):
+    """One rank's part of a model."""
+
+    module: PreTrainedModel
+    cuts: dict[str, Cut]
+    """of the whole model's tensors, by all their names"""
+    shapes: dict[str, tuple[int, ...]]
+    """of the same"""
 
 
 class VocabularyParts(NamedTuple):
@@ -80,14 +90,15 @@ def _joined(head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
     return vocabulary.joined(logits.reshape(-1, logits.shape[-1])).view(*logits.shape[:-1], -1)
 
 
-def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> PreTrainedModel:
+def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> LoadedPart:
     """Load one rank's part of the model of a folder, into host memory. All ranks of a replica call it. Raises ValueError: NotCut,
     or the reason why the folder cannot be read."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     module = blank(config, dtype)
     cuts = cuts_of(module)
     check_ranks(module, place.ranks)
-    parts = parts_of(cuts, {name: each.shape for name, each in module.named_parameters(remove_duplicate=False)}, *place[:2])
+    shapes = {name: tuple(each.shape) for name, each in module.named_parameters(remove_duplicate=False)}
+    parts = parts_of(cuts, shapes, *place[:2])
     _shrink(module, parts)
     _divide_vocabulary(module, place)
     if is_random(folder):
@@ -96,7 +107,7 @@ def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> PreTr
         read_parts(Path(folder), dict(module.named_parameters(remove_duplicate=False)), parts)
         if (Path(folder) / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return module.eval()
+    return LoadedPart(module.eval(), cuts, shapes)
 
 
 def _shrink(module: PreTrainedModel, parts: Mapping[str, Part]) -> None:

@@ -221,6 +221,11 @@ def summed_linears(module: Any) -> list[nn.Linear]:
     """Return the products of a whole model whose inputs are cut: o and down of each layer. Raises NotCut."""
     cuts_of(module)
     check_ranks(module, 1)
+    return summed_linears_of(module)
+
+
+def summed_linears_of(module: Any) -> list[nn.Linear]:
+    """Return the same of a whole model, or of a rank's part of one, that is known to be of the kind of `cuts_of`."""
     return [layer.get_submodule(name) for layer in module.base_model.layers for name in ("self_attn.o_proj", "mlp.down_proj")]
 
 

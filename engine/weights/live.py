@@ -51,6 +51,7 @@ class Weights:
         streamed: weight offload of its layers, if on.
         lay_out: called after tensors moved; places some of them side by side.
         memory: where the tensors are; None: host memory.
+        inventory: of the module's tensors; None: made here.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Weights:
         streamed: OffloadedModel | None = None,
         lay_out: Callable[[], None] = lambda: None,
         memory: DeviceMemory | None = None,
+        inventory: Inventory | None = None,
     ) -> None:
         self._memory = HostMemory() if memory is None else memory
         self.version = 0
@@ -68,7 +70,7 @@ class Weights:
         self._module = module
         self._streamed = streamed
         self._lay_out = lay_out
-        self.inventory = self.own = Inventory(module, {} if streamed is None else streamed.masters)
+        self.inventory = self.own = inventory or Inventory(module, {} if streamed is None else streamed.masters)
         self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = AdapterBase(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
@@ -147,15 +149,22 @@ class Weights:
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
         on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
-        if not self.dropped:
-            on_device = self._buffers.open(on_device)
+        on_device = self._open_buffers(on_device)
         merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
-        parts = parts_of(manifest, targets, self._destination) if merging is None else merging.parts
+        parts = self._parts(manifest, targets) if merging is None else merging.parts
         if on_device:
             self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
         else:
             self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
         return self._staging
+
+    def _open_buffers(self, on_device: bool) -> bool:
+        """Allocate what staging writes. Returns whether it is on the device."""
+        return on_device if self.dropped else self._buffers.open(on_device)
+
+    def _parts(self, manifest: Sequence[TensorInfo], targets: Sequence[str | None]) -> list[StagedTensor]:
+        """Return the parts of a payload of whole tensors."""
+        return parts_of(manifest, targets, self._destination)
 
     def _destination(self, name: str) -> torch.Tensor:
         """Return the tensor that staging writes: the staged twin, or the live tensor if the weights were dropped."""
@@ -172,22 +181,27 @@ class Weights:
         self._check_addresses()
         if self._streamed is not None:
             self._streamed.ring.settle()
-        if self.dropped:
-            self._fill_slots()
-        else:
-            self._exchange(staging)
+        self._land(staging.names)
         self.base.commit(staging.digests, staging.bases)
         self._digests.commit(staging.digests)
         self.dropped = False
         self.version = staging.version
         staging.close()
 
-    def _exchange(self, staging: Staging) -> None:
-        """Swap all staged tensors with the live ones, slice by slice, or none."""
+    def _land(self, names: Sequence[str]) -> None:
+        """Make staged tensors live, all or none."""
+        if self.dropped:
+            self._fill_slots()
+        else:
+            self.exchange(names)
+
+    def exchange(self, names: Sequence[str]) -> None:
+        """Swap staged tensors with the live ones, slice by slice, all or none. A second call undoes the first. Call it between
+        two steps, for what `stage` or another process has staged. Raises as `commit`."""
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
-            for live, staged, scratch in (views for name in staging.names for views in self._buffers.slices(name)):
+            for live, staged, scratch in (views for name in names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
                 saved = live, scratch  # from here on the scratch has the old bytes of this slice
@@ -199,6 +213,14 @@ class Weights:
         except BaseException as error:
             self._undo([*done, saved] if saved else done, error)
             raise
+
+    def exchange_with(self, staged: torch.Tensor, names: Sequence[str]) -> None:
+        """`exchange` with what another process has staged in [bytes] uint8."""
+        self._buffers.use(staged)
+        try:
+            self.exchange(names)
+        finally:
+            self._buffers.close()
 
     def _undo(self, done: list[tuple[Any, Any]], error: BaseException) -> None:
         try:

@@ -28,7 +28,7 @@ def check_parts(whole: torch.nn.Module, folder: Path, ranks: int, dtype: torch.d
     cuts = cuts_of(whole)
     parameters = dict(whole.named_parameters())
     for rank in range(ranks):
-        module = load_part(folder, dtype, RankPlace(rank, ranks, nothing))
+        module = load_part(folder, dtype, RankPlace(rank, ranks, nothing)).module
         for name, part in module.named_parameters():
             whole_part = Part(tuple(parameters[name].shape), cuts[name], rank, ranks)
             assert torch.equal(part, parameters[name][whole_part.index()]), name

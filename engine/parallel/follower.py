@@ -1,0 +1,140 @@
+"""A rank other than 0, as a process: `python -m rollout.engine.parallel.follower FD` follows what rank 0 sends over that socket.
+
+It ends when rank 0 does: the socket closes, or on Linux the kernel kills it. What it raises ends the replica."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+
+import torch
+
+from rollout.engine.cpu.sums import RankLost, shared_bytes
+from rollout.engine.forward.shards import LoadedPart
+from rollout.engine.parallel.messages import (
+    Answer,
+    Channel,
+    ExchangeWeights,
+    Failed,
+    Follow,
+    Order,
+    ReadElements,
+    Sleep,
+    Start,
+    Wake,
+)
+from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks
+from rollout.engine.parallel.weights import elements
+from rollout.engine.scheduling.plan import Plan
+from rollout.engine.weights.cuts import Part, parts_of
+from rollout.engine.weights.live import Weights
+from rollout.engine.worker import no_report
+
+PR_SET_PDEATHSIG = 1
+ENDED, FAILED = 0, 3
+"""exit statuses: with rank 0, and on its own"""
+
+
+class Follower:
+    """Follows the orders of rank 0. parts: of this rank, by names of tensors."""
+
+    def __init__(self, channel: Channel, worker: RankWorker, parts: dict[str, Part], staged_fd: int) -> None:
+        self._channel, self._worker, self._parts, self._staged_fd = channel, worker, parts, staged_fd
+
+    def run(self) -> None:
+        """Follow until rank 0 closes the channel. Raises what a plan raises."""
+        while True:
+            try:
+                order = self._channel.recv()
+            except (EOFError, OSError):
+                return
+            if isinstance(order, Follow):
+                self._follow(Plan.decode(order.plan))
+            else:
+                self._channel.send(self._answer(order))
+
+    def _follow(self, plan: Plan) -> None:
+        self._worker.move(plan)
+        if plan.num_rows:
+            self._worker.execute(plan)
+
+    def _answer(self, order: Order) -> Answer:
+        worker = self._worker
+        match order:
+            case Sleep():
+                worker.sleep(order.level)
+            case Wake():
+                worker.wake(order.tags)
+            case ReadElements():
+                tensor = worker.weights.inventory.tensors[order.name]
+                return Answer(elements(self._parts[order.name], tensor, order.start, order.count))
+            case ExchangeWeights():
+                return self._exchange(order)
+        return Answer()
+
+    def _exchange(self, order: ExchangeWeights) -> Answer:
+        if not order.names:
+            return Answer()
+        try:
+            staged = torch.frombuffer(mmap.mmap(self._staged_fd, order.size), dtype=torch.uint8)
+            self._worker.weights.exchange_with(staged, order.names)
+        except Exception as error:
+            return Answer(error=f"{type(error).__name__}: {error}")
+        return Answer()
+
+
+def follow(channel: Channel) -> None:
+    """Load, and follow rank 0 until it ends."""
+    start = channel.recv()
+    assert isinstance(start, Start)
+    config = start.config
+    shared = mmap.mmap(start.shared_fd, shared_bytes(config.tp, start.width))
+    ranks = open_ranks(config, start.rank, start.width, shared)
+    parts: dict[str, Part] = {}
+
+    def weigh(loaded: LoadedPart) -> Weights:
+        parts.update(parts_of(loaded.cuts, loaded.shapes, start.rank, config.tp))
+        return Weights(loaded.module)
+
+    worker = open_rank(config, ranks, no_report, weigh, RankWorker)
+    Follower(channel, worker, parts, start.staged_fd).run()
+
+
+def end_with(end: socket.socket) -> None:
+    """End this process when rank 0 has gone, whatever it is doing."""
+    gone = select.poll()
+    gone.register(end, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
+    while not gone.poll():
+        pass
+    os._exit(ENDED)
+
+
+def main() -> int:
+    """Run a rank. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
+    if sys.platform == "linux":  # also if this process is stopped then
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel(end, Order)
+    threading.Thread(target=end_with, args=(end,), daemon=True).start()
+    try:
+        follow(channel)
+    except (EOFError, OSError):
+        return ENDED
+    except Exception as error:
+        reason = str(error) if isinstance(error, (RankLost, ValueError)) else f"{type(error).__name__}: {error}"
+        channel.send(Failed(reason))
+        if not isinstance(error, (RankLost, ValueError)):
+            raise
+        return FAILED
+    return ENDED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
