@@ -33,7 +33,7 @@ class RankLost(RuntimeError):
 
 
 class _Arrival(ctypes.Structure):
-    _fields_ = [("arrived", c_int32), ("asleep", c_int32), ("apart", c_char * 56)]
+    _fields_ = [("arrived", c_int32), ("asleep", c_int32), ("size", c_int64 * 2), ("apart", c_char * 40)]
 
 
 class Meeting(ctypes.Structure):
@@ -108,6 +108,8 @@ class Exchange:
         failed = self.struct.failed
         if failed > 0:
             raise RankLost(f"rank {failed - 1} of {self.ranks} has ended")
+        if failed < -MOST_RANKS:
+            raise RankLost(f"rank {-failed - MOST_RANKS - 1} of {self.ranks} is out of step: it exchanges something else")
         if failed < 0:
             raise RankLost(f"rank {-failed - 1} of {self.ranks} did not answer within {self.patience_s:g} s")
 
@@ -123,7 +125,7 @@ class Exchange:
             self.struct.turn += 1
             parts, piece = self._parts[self.struct.turn % 2], own[start : start + room]
             parts[self.rank, : len(piece)] = piece
-            library.rollout_meet(ctypes.byref(self.struct))
+            library.rollout_meet(ctypes.byref(self.struct), c_int64(-start - 1))
             self.check()
             for rank, to in enumerate(raw):
                 left = to[start : start + room]

@@ -90,6 +90,17 @@ def _joined(head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
     return vocabulary.joined(logits.reshape(-1, logits.shape[-1])).view(*logits.shape[:-1], -1)
 
 
+def check_folder(folder: str | Path, ranks: int) -> int:
+    """Check that the model of a folder can be divided among so many ranks, without its weights. Returns the numbers of its widest
+    row that is summed. Raises NotCut, ValueError or OSError."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    cuts_of(module)
+    check_ranks(module, ranks)
+    return int(config.get_text_config().hidden_size)
+
+
 def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> LoadedPart:
     """Load one rank's part of the model of a folder, into host memory. All ranks of a replica call it. Raises ValueError: NotCut,
     or the reason why the folder cannot be read."""

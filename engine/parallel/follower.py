@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 import torch
 
@@ -128,9 +129,10 @@ def main() -> int:
     except (EOFError, OSError):
         return ENDED
     except Exception as error:
-        reason = str(error) if isinstance(error, (RankLost, ValueError)) else f"{type(error).__name__}: {error}"
-        channel.send(Failed(reason))
-        if not isinstance(error, (RankLost, ValueError)):
+        known = isinstance(error, (RankLost, ValueError))
+        with suppress(OSError):  # rank 0 may have found the same reason
+            channel.send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
+        if not known:
             raise
         return FAILED
     return ENDED

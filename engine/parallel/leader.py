@@ -21,17 +21,18 @@ from typing import Any
 import msgspec
 import psutil
 import torch
-import transformers
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.sums import Exchange, RankLost, shared_bytes
-from rollout.engine.forward.shards import LoadedPart
+from rollout.engine.forward.model import BrokenModel, in_one_line
+from rollout.engine.forward.shards import LoadedPart, check_folder
 from rollout.engine.kv.copies import Copied
 from rollout.engine.parallel.messages import Answer, Channel, Failed, Follow, Reply, Sleep, Start, Wake
 from rollout.engine.parallel.ranks import Ranks, RankWorker, open_rank, open_ranks
 from rollout.engine.parallel.weights import divided_weights
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import Tag
+from rollout.engine.weights.cuts import NotCut
 from rollout.engine.weights.live import Weights
 from rollout.engine.worker import InFlight, Report, no_report
 
@@ -213,7 +214,12 @@ def open_leader(config: EngineConfig, report: Report = no_report) -> Leader:
     check(config)
     if config.threads is None:
         config = msgspec.structs.replace(config, threads=max(1, torch.get_num_threads() // config.tp))
-    width = transformers.AutoConfig.from_pretrained(config.model, local_files_only=True).get_text_config().hidden_size
+    try:
+        width = check_folder(config.model, config.tp)
+    except NotCut:
+        raise
+    except Exception as error:
+        raise BrokenModel(f"model folder {config.model!r} cannot be loaded: {in_one_line(error)}") from error
     report(f"starting {config.tp} ranks")
     followers = Followers(config, width)
     try:

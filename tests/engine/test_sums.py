@@ -100,6 +100,17 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         kernels().gather(torch.zeros(1), [(1,), (1,)], of[0])
 
 
+def test_ranks_out_of_step_are_seen() -> None:
+    of = exchanges(2, 64)
+
+    def exchange(rank: int) -> torch.Tensor:
+        rows = 3 + rank
+        return kernels().linear(torch.ones(rows, 32), torch.ones(64, 32), None, Summed(4, of[rank]))
+
+    with pytest.raises(RankLost, match="is out of step"):
+        on_all(2, exchange)
+
+
 def test_a_rank_that_ends_wakes_the_others() -> None:
     of = exchanges(2, 64, patience_s=60.0)
     x, w, _ = case(3, 64, 32, torch.float32)

@@ -28,7 +28,7 @@ from tests.support.tiny import tiny
 from tests.support.toy import group, run
 
 pytestmark = [
-    pytest.mark.usefixtures("loads_quickly", "copies_pay"),
+    pytest.mark.usefixtures("copies_pay"),
     pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux"),
 ]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -248,7 +248,7 @@ def test_a_killed_rank_ends_the_replica(tmp_path: Path) -> None:
         want = run(engine, [group("a", range(3, 9), n=2)])
         assert len(want) == 2
         _, other = (each["pid"] for each in engine.status()["ranks"])
-        engine.submit(group("b", range(3, 9), n=2, max_tokens=400, ignore_eos=True))
+        engine.submit(group("b", range(3, 9), n=2, max_tokens=200, ignore_eos=True))
         engine.step()
         os.kill(other, 9)
         with pytest.raises(DeviceLost, match="rank 1 of 2 has ended: killed by SIGKILL"):

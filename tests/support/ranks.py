@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class ThreadFollowers(Followers):
         try:
             follow(channel)
         except Exception as error:
-            channel.send(Failed(f"{type(error).__name__}: {error}"))
+            with suppress(OSError):
+                channel.send(Failed(f"{type(error).__name__}: {error}"))
         finally:
             channel.close()
 

@@ -68,22 +68,28 @@ static int wait_for(Exchange *e, int64_t rank) {
     return came;
 }
 
-void meet(Exchange *e) {
+void meet(Exchange *e, int64_t size) {
     if (!e->meeting || e->failed) return;
     const int32_t turn = (int32_t)e->turn;
+    e->meeting->of[e->rank].size[e->turn % 2] = size;
     int32_t *arrived = &e->meeting->of[e->rank].arrived;
     __atomic_store_n(arrived, turn, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&e->meeting->of[e->rank].asleep, __ATOMIC_SEQ_CST)) wake_shared(arrived);
-    for (int64_t rank = 0; rank < e->ranks; rank++)
+    for (int64_t rank = 0; rank < e->ranks; rank++) {
         if (rank != e->rank && !wait_for(e, rank)) return;
+        if (e->meeting->of[rank].size[e->turn % 2] != size) {
+            e->failed = -(MOST_RANKS + rank + 1);
+            return;
+        }
+    }
 }
 
 /* Begin an exchange: this rank's part is written next. By one thread, or before the threads begin. */
 void rollout_turn(Exchange *e) { e->turn++; }
 
 /* End an exchange that is not a product's: all parts are there, if it returns 0. */
-int64_t rollout_meet(Exchange *e) {
-    meet(e);
+int64_t rollout_meet(Exchange *e, int64_t size) {
+    meet(e, size);
     return e->failed;
 }
 
@@ -215,7 +221,7 @@ int sum_slices(Worker *w, const Sum *p) {
         }
         multiply_branch(w, p, product, x, rows);
         barrier(w);
-        if (take(w, 1) == 0) meet(p->exchange);
+        if (take(w, 1) == 0) meet(p->exchange, rows * p->l.outputs);
         barrier(w);
         if (p->exchange->failed) return 0;
         finish_rows(w, p, first, rows);

@@ -11,7 +11,8 @@ typedef struct {
     char apart[60];
     struct {
         int32_t arrived, asleep; /* exchanges that a rank has come to; ranks that sleep until it comes. `arrived` is a futex */
-        char apart[56];
+        int64_t size[2];         /* of what it exchanges in this turn and in the one before; equal on all ranks that are in step */
+        char apart[40];
     } of[MOST_RANKS];
 } Meeting;
 
@@ -20,15 +21,17 @@ typedef struct {
     int64_t rank, ranks, room;  /* room: numbers of a part */
     int64_t patience_ms;        /* how long a rank waits for another one */
     int64_t turn;               /* exchanges so far */
-    int64_t failed;             /* 0, or `lost`, or minus the rank that did not come in time, counted from 1 */
+    int64_t failed;             /* 0, or `lost`, or minus the rank that did not come in time, counted from 1, or that minus
+                                   MOST_RANKS if it came to exchange something else */
     float *parts;               /* [2][ranks][room]: of this exchange, and of the one before, which some may still read */
     Meeting *meeting;           /* NULL: there is one rank */
 } Exchange;
 
 INLINE float *part_of(const Exchange *e, int64_t rank) { return e->parts + (e->turn % 2 * e->ranks + rank) * e->room; }
 
-/* Wait until all ranks have come here as often as this one: then their parts are written. By one thread. */
-HIDDEN void meet(Exchange *e);
+/* Wait until all ranks have come here as often as this one: then their parts are written. size: of what is exchanged. By one
+   thread. */
+HIDDEN void meet(Exchange *e, int64_t size);
 
 /* out [rows][outputs] = residual + (x · wᵀ + bias), each term rounded; residual may be NULL. `l` has `slices` of the eight. */
 typedef struct {
