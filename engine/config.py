@@ -152,8 +152,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     only blocks of unfinished samples"""
 
     tp: int = 1
-    """ranks that run one replica together, each with its part of every layer: 1, 2, 4 or 8. On the CPU each rank is a process of
-    this host, and kv_gib, kv_tokens, cpu_offload_gib and threads are those of one rank (docs/decisions/tensor-parallel.md)"""
+    """ranks that run one replica together, each with its part of every layer: 1, 2, 4 or 8. Each is a process of this host, and
+    kv_gib, cpu_offload_gib and threads are those of one rank. On the CPU only so far (docs/decisions/tensor-parallel.md)"""
     tree_sums: bool | None = None
     """sum the products that tensor parallelism cuts in a tree over eight slices of their inputs, so that samples are the same,
     to the bit, for each tp. Set it with tp = 1 to get the samples of an engine with tp > 1. Default: on if tp > 1"""

@@ -28,7 +28,7 @@ from rollout.engine.cpu.exact_modules import sum_slices, whole_sums
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
-from rollout.engine.cpu.sums import SLICES, RankLost, Summed
+from rollout.engine.cpu.sums import SLICES, Summed
 from rollout.engine.cuda.attention import (
     TritonAttention,
     TritonByShape,
@@ -217,11 +217,6 @@ class CpuDevice:
         pass
 
     def is_lost(self, error: BaseException) -> bool:
-        each: BaseException | None = error
-        while each is not None:
-            if isinstance(each, RankLost):
-                return True
-            each = each.__cause__
         return False
 
 

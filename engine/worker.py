@@ -367,8 +367,8 @@ def take_kv(
     routes: RouteGeometry | None = None,
     agree: Callable[[PoolSizes], PoolSizes] = ONE_DEVICE.agree,
 ) -> PagedKV:
-    """Allocate both KV pools, and those of routes. agree: as in `WorkerParts`. Raises ValueError if there is not enough memory for them, or for
-    their block tables in host memory."""
+    """Allocate both KV pools, and those of routes. agree: as in `WorkerParts`. Raises ValueError if there is not enough memory
+    for them, or for their block tables in host memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
     block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_size
     sizes, geometry, states = agree(pool_sizes(config, block_bytes, memory)), states_of(model), None

@@ -56,8 +56,8 @@ class ExactLinear(nn.Linear):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @plain_calls
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device; RankLost if it
-        is summed over ranks."""
+        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device; RankLost if
+        it is summed over ranks."""
         if torch.is_autocast_enabled(input.device.type):
             raise ValueError("autocast would convert the weights to another dtype: call the exact model without it")
         if input.dtype != self.weight.dtype or input.device.type != "cpu":
@@ -78,6 +78,7 @@ def summed_of(linear: nn.Module) -> Summed | None:
 
 def sum_slices(linears: Iterable[nn.Linear], summed: Summed) -> None:
     """Mark products that are summed over slices, for `use_products` and the decoder that follow."""
+    each: Any
     for each in linears:
         each.summed = summed
 

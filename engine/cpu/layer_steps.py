@@ -144,7 +144,8 @@ class ForwardStruct(ctypes.Structure):
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "Norm": NormStruct, "NormStep": NormStep, "MultiplyStep": MultiplyStep, "SumStep": SumStep, "HeadsOf": HeadsOf, "HeadsStep": HeadsStep,
+    "Norm": NormStruct, "NormStep": NormStep, "MultiplyStep": MultiplyStep, "SumStep": SumStep, "HeadsOf": HeadsOf,
+    "HeadsStep": HeadsStep,
     "AttendStep": AttendStep, "GateStep": GateStep, "ConvolveStep": ConvolveStep, "DecayStep": DecayStep,
     "DeltaStep": DeltaStep, "GatedNormStep": GatedNormStep, "Step": StepStruct, "Forward": ForwardStruct,
 }  # fmt: skip

@@ -1,10 +1,10 @@
-"""Products whose inputs are cut into eight slices (`c/sums.c`), and the memory in which the ranks of a replica exchange what they
-have of them.
+"""Products whose inputs are cut into eight slices (`c/sums.c`), and the memory in which the ranks of a replica exchange what
+they have of them.
 
     alone       one rank has all slices
-    two ranks   have four each: half of the tree of sums; each writes its half into memory that both map, and adds up the rest
+    two ranks   have four each: half of the tree of sums; each writes its half where both can read it, and adds up the rest
 
-The bits do not depend on the number of ranks. `Exchange` also gathers other tensors, such as the logits of each rank's tokens."""
+The bits do not depend on the number of ranks. `Exchange` also gathers other tensors, such as the logits of each rank."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ import torch
 from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
+from rollout.engine.types import RankLost
 
 SLICES, MOST_RANKS = 8, 8
 ROWS = 256
 """rows whose sums are exchanged at once"""
 SHARED_BYTES = 4096
 """room for a `Meeting` in front of the parts"""
-
-
-class RankLost(RuntimeError):
-    """Another rank of the replica has ended, or did not come in time: the replica must end."""
 
 
 class _Arrival(ctypes.Structure):
@@ -85,18 +82,20 @@ class Exchange:
         assert len(self._memory) >= shared_bytes(ranks, width)
         start, room = self._memory.ctypes.data, ROWS * width
         meeting = None if shared is None else start
+        self._meeting = None if meeting is None else Meeting.from_address(meeting)
         self.struct = ExchangeStruct(rank, ranks, room, round(1000 * patience_s), 0, 0, start + SHARED_BYTES, meeting)
         parts = self._memory[SHARED_BYTES : SHARED_BYTES + 2 * ranks * room * 4]
         self._parts: np.ndarray = parts.reshape(2, ranks, room * 4)
 
     def lose(self, rank: int) -> None:
         """Tell all ranks that one has ended: whoever waits raises RankLost. For any thread."""
-        Meeting.from_buffer(self._memory).lost = rank + 1
+        assert self._meeting is not None
+        self._meeting.lost = rank + 1
 
     @property
     def lost(self) -> int | None:
         """Return the rank that has ended; None: all run."""
-        lost = 0 if self.struct.meeting is None else Meeting.from_buffer(self._memory).lost
+        lost = 0 if self._meeting is None else self._meeting.lost
         return lost - 1 if lost else None
 
     def patience(self, seconds: float) -> None:
@@ -159,8 +158,8 @@ class SumKernels:
 
     @plain_calls
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: Summed) -> torch.Tensor:
-        """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, summed over the
-        ranks. Raises RankLost."""
+        """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all bf16 or all fp32, on the CPU, summed over
+        the ranks. Raises RankLost."""
         assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1] and not weight.shape[1] % (2 * summed.slices)
         x, weight, out = x.contiguous(), weight.contiguous(), x.new_empty(len(x), len(weight))
         bias = None if bias is None else bias.contiguous()

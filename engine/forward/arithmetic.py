@@ -17,8 +17,8 @@ LATENT = "+latent/1"
 
 def arithmetic(computes: Any, backend: Any, *, fp8: bool = False, latent: bool = False, tree: bool = False) -> str:
     """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, TREE if
-    sums are, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give equal samples, to the
-    bit.
+    sums are one, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give
+    equal samples, to the bit.
 
     Args:
         computes: `rollout.engine.forward.model.ExecutionPath`; None: the module itself.

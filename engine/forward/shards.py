@@ -1,8 +1,8 @@
 """Loads one rank's part of a model (`rollout.engine.weights.cuts`): no rank holds the whole model at any time.
 
-The module is transformers' own with smaller products: its attention has fewer heads, its MLP fewer numbers. Three places exchange
-something with the other ranks: the embedding, of which each rank has some tokens; the head, whose logits are gathered; and o and
-down, whose sums are those of all ranks (`rollout.engine.cpu.sums`)."""
+The module is transformers' own with smaller products: its attention has fewer heads, its MLP fewer numbers. Three places
+exchange something with the other ranks: the embedding, of which each rank has some tokens; the head, whose logits are gathered;
+and o and down, whose sums are those of all ranks (`rollout.engine.cpu.sums`)."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def _joined(head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def check_folder(folder: str | Path, ranks: int) -> int:
-    """Check that the model of a folder can be divided among so many ranks, without its weights. Returns the numbers of its widest
-    row that is summed. Raises NotCut, ValueError or OSError."""
+    """Check that the model of a folder can be divided among so many ranks, without its weights. Returns the width of the rows
+    that are summed. Raises NotCut, ValueError or OSError."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config)
@@ -102,8 +102,8 @@ def check_folder(folder: str | Path, ranks: int) -> int:
 
 
 def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> LoadedPart:
-    """Load one rank's part of the model of a folder, into host memory. All ranks of a replica call it. Raises ValueError: NotCut,
-    or the reason why the folder cannot be read."""
+    """Load one rank's part of the model of a folder, into host memory. Raises ValueError: NotCut, or the reason why the folder
+    cannot be read."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     module = blank(config, dtype)
     cuts = cuts_of(module)
@@ -165,7 +165,7 @@ def read_parts(folder: Path, parameters: Mapping[str, torch.Tensor], parts: Mapp
                 whole, part = opened.get_slice(name), parts[name]
                 if tuple(whole.get_shape()) != part.shape:
                     raise ValueError(f"{file}: {name} has shape {tuple(whole.get_shape())}, and {part.shape} in config.json")
-                parameters[name].data.copy_(whole[part.index()] if part.index() else whole[:])
+                parameters[name].data.copy_(whole[part.where()] if part.where() else whole[:])
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -1,4 +1,5 @@
-"""A rank other than 0, as a process: `python -m rollout.engine.parallel.follower FD` follows what rank 0 sends over that socket.
+"""A rank other than 0, as a process: `python -m rollout.engine.parallel.follower FD` follows what rank 0 sends over that
+socket.
 
 It ends when rank 0 does: the socket closes, or on Linux the kernel kills it. What it raises ends the replica."""
 
@@ -16,23 +17,24 @@ from contextlib import suppress
 
 import torch
 
-from rollout.engine.cpu.sums import RankLost, shared_bytes
+from rollout.engine.cpu.sums import shared_bytes
 from rollout.engine.forward.shards import LoadedPart
 from rollout.engine.parallel.messages import (
-    Answer,
-    Channel,
     ExchangeWeights,
     Failed,
     Follow,
     Order,
+    RankAnswer,
+    RankChannel,
     ReadElements,
-    Sleep,
+    SleepRank,
     Start,
-    Wake,
+    WakeRank,
 )
 from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks
 from rollout.engine.parallel.weights import elements
 from rollout.engine.scheduling.plan import Plan
+from rollout.engine.types import RankLost
 from rollout.engine.weights.cuts import Part, parts_of
 from rollout.engine.weights.live import Weights
 from rollout.engine.worker import no_report
@@ -45,7 +47,7 @@ ENDED, FAILED = 0, 3
 class Follower:
     """Follows the orders of rank 0. parts: of this rank, by names of tensors."""
 
-    def __init__(self, channel: Channel, worker: RankWorker, parts: dict[str, Part], staged_fd: int) -> None:
+    def __init__(self, channel: RankChannel, worker: RankWorker, parts: dict[str, Part], staged_fd: int) -> None:
         self._channel, self._worker, self._parts, self._staged_fd = channel, worker, parts, staged_fd
 
     def run(self) -> None:
@@ -65,32 +67,32 @@ class Follower:
         if plan.num_rows:
             self._worker.execute(plan)
 
-    def _answer(self, order: Order) -> Answer:
+    def _answer(self, order: Order) -> RankAnswer:
         worker = self._worker
         match order:
-            case Sleep():
+            case SleepRank():
                 worker.sleep(order.level)
-            case Wake():
+            case WakeRank():
                 worker.wake(order.tags)
             case ReadElements():
                 tensor = worker.weights.inventory.tensors[order.name]
-                return Answer(elements(self._parts[order.name], tensor, order.start, order.count))
+                return RankAnswer(elements(self._parts[order.name], tensor, order.start, order.count))
             case ExchangeWeights():
                 return self._exchange(order)
-        return Answer()
+        return RankAnswer()
 
-    def _exchange(self, order: ExchangeWeights) -> Answer:
+    def _exchange(self, order: ExchangeWeights) -> RankAnswer:
         if not order.names:
-            return Answer()
+            return RankAnswer()
         try:
             staged = torch.frombuffer(mmap.mmap(self._staged_fd, order.size), dtype=torch.uint8)
             self._worker.weights.exchange_with(staged, order.names)
         except Exception as error:
-            return Answer(error=f"{type(error).__name__}: {error}")
-        return Answer()
+            return RankAnswer(error=f"{type(error).__name__}: {error}")
+        return RankAnswer()
 
 
-def follow(channel: Channel) -> None:
+def follow(channel: RankChannel) -> None:
     """Load, and follow rank 0 until it ends."""
     start = channel.recv()
     assert isinstance(start, Start)
@@ -122,7 +124,7 @@ def main() -> int:
     if sys.platform == "linux":  # also if this process is stopped then
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
-    channel = Channel(end, Order)
+    channel = RankChannel(end, Order)
     threading.Thread(target=end_with, args=(end,), daemon=True).start()
     try:
         follow(channel)

@@ -1,4 +1,5 @@
-"""Rank 0: starts the other ranks as child processes, sends them every plan before it executes it, and ends when one of them does.
+"""Rank 0: starts the other ranks as child processes, sends them every plan before it executes it, and ends when one of them
+does.
 
 Engine ── Plan ──► Leader ──┬─ Plan.encode ──► rank 1 … N - 1 (`follower.py`)
                             └─ executes it, too"""
@@ -23,15 +24,16 @@ import psutil
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.cpu.sums import Exchange, RankLost, shared_bytes
+from rollout.engine.cpu.sums import Exchange, shared_bytes
+from rollout.engine.devices import device_of
 from rollout.engine.forward.model import BrokenModel, in_one_line
 from rollout.engine.forward.shards import LoadedPart, check_folder
 from rollout.engine.kv.copies import Copied
-from rollout.engine.parallel.messages import Answer, Channel, Failed, Follow, Reply, Sleep, Start, Wake
+from rollout.engine.parallel.messages import Failed, Follow, RankAnswer, RankChannel, Reply, SleepRank, Start, WakeRank
 from rollout.engine.parallel.ranks import Ranks, RankWorker, open_rank, open_ranks
-from rollout.engine.parallel.weights import divided_weights
+from rollout.engine.parallel.weights import DividedWeights, divided_weights
 from rollout.engine.scheduling.plan import Plan
-from rollout.engine.types import Tag
+from rollout.engine.types import RankLost, Tag
 from rollout.engine.weights.cuts import NotCut
 from rollout.engine.weights.live import Weights
 from rollout.engine.worker import InFlight, Report, no_report
@@ -48,23 +50,28 @@ class Followers:
         self.shared_fd = memory("rollout-exchange", shared_bytes(config.tp, width))
         self.staged_fds: Sequence[int] = [memory("rollout-staged", 0) for _ in range(1, config.tp)]
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.channels: list[Channel] = []
+        self.channels: list[RankChannel] = []
         self.reasons: dict[int, str] = {}
         """what ranks have said of their end"""
         for rank, staged in enumerate(self.staged_fds, 1):
             self.channels.append(self.start(Start(config, rank, width, self.shared_fd, staged)))
         self.close = weakref.finalize(self, end, self.processes, self.channels, [self.shared_fd, *self.staged_fds])
 
-    def start(self, order: Start) -> Channel:
+    def start(self, order: Start) -> RankChannel:
         """Start the process of a rank."""
         ours, theirs = socket.socketpair()
         fds = theirs.fileno(), order.shared_fd, order.staged_fd
         with theirs:
             command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
             self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True))
-        channel = Channel(ours, Reply)
+        channel = RankChannel(ours, Reply)
         channel.send(order)
         return channel
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the process of each."""
+        return [process.pid for process in self.processes]
 
     def watch(self, exchange: Exchange) -> None:
         """Tell whoever waits in the exchange when a rank has ended."""
@@ -78,7 +85,7 @@ class Followers:
             except OSError:
                 raise self.lost(rank) from None
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[RankAnswer]:
         """Wait for an answer of each. Raises RankLost."""
         found = []
         for rank, channel in enumerate(self.channels, 1):
@@ -131,7 +138,7 @@ def report_ends(ends: list[socket.socket], exchange: Exchange) -> None:
     exchange.lose(ranks[found[0][0]])
 
 
-def end(processes: list[subprocess.Popen[bytes]], channels: list[Channel], fds: list[int]) -> None:
+def end(processes: list[subprocess.Popen[bytes]], channels: list[RankChannel], fds: list[int]) -> None:
     """End the other ranks: by closing their channels, then by killing them."""
     for channel in channels:
         channel.socket.shutdown(socket.SHUT_RDWR)
@@ -150,6 +157,7 @@ class Leader(RankWorker):
     """The worker of rank 0. What it or another rank raises in a step ends the replica: the ranks are no longer in step."""
 
     followers: Followers
+    weights: DividedWeights
 
     def lead(self, followers: Followers) -> None:
         self.followers = followers
@@ -180,15 +188,19 @@ class Leader(RankWorker):
 
     def sleep(self, level: int) -> None:
         super().sleep(level)
-        self._ask(Sleep(level))
+        self._ask(SleepRank(level))
 
     def wake(self, tags: Collection[Tag] | None = None) -> None:
         super().wake(tags)
-        self._ask(Wake(None if tags is None else list(tags)))
+        self._ask(WakeRank(None if tags is None else list(tags)))
 
     def ranks(self) -> list[dict[str, Any]]:
-        pids = [os.getpid(), *(process.pid for process in self.followers.processes)]
-        return [{"rank": rank, "pid": pid, "rss_bytes": resident_bytes(pid)} for rank, pid in enumerate(pids)]
+        pids = [os.getpid(), *self.followers.pids]
+        sizes = self.weights.rank_bytes
+        return [
+            {"rank": rank, "pid": pid, "rss_bytes": resident_bytes(pid), "weights_bytes": size}
+            for rank, (pid, size) in enumerate(zip(pids, sizes, strict=True))
+        ]
 
     def close(self) -> None:
         self.followers.close()
@@ -255,7 +267,6 @@ def check(config: EngineConfig) -> None:
     for name, on in others.items():
         if on:
             raise ValueError(f"{name} with tp={config.tp}: several ranks do not support it; leave one of them out")
-    if config.device != "cpu":
-        raise ValueError(f"tp={config.tp} with device={config.device}: several ranks need the CPU so far; leave tp out")
+    device_of(config)  # refuses a device that has no ranks yet
     if sys.platform != "linux":
         raise ValueError(f"tp={config.tp}: several ranks need Linux, for the memory that they share; leave tp out")

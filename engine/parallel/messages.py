@@ -1,6 +1,6 @@
 """What rank 0 tells the other ranks of its replica, over a socket of each: a message is its length and msgpack.
 
-A plan, and what changes memory, is followed in order. Only requests are answered, with one `Answer` each."""
+A plan, and what changes memory, is followed in order. Only requests are answered, with one `RankAnswer` each."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
     plan: bytes
 
 
-class Sleep(msgspec.Struct, frozen=True, tag=True):
+class SleepRank(msgspec.Struct, frozen=True, tag=True):
     """Request: see `Worker.sleep`."""
 
     level: int
 
 
-class Wake(msgspec.Struct, frozen=True, tag=True):
+class WakeRank(msgspec.Struct, frozen=True, tag=True):
     """Request: see `Worker.wake`."""
 
     tags: list[Tag] | None
@@ -64,7 +64,7 @@ class ReadElements(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class RankAnswer(msgspec.Struct, frozen=True, tag=True):
     """Ends a request."""
 
     data: bytes = b""
@@ -78,11 +78,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Start | Follow | Sleep | Wake | ExchangeWeights | ReadElements
-Reply = Answer | Failed
+Order = Start | Follow | SleepRank | WakeRank | ExchangeWeights | ReadElements
+Reply = RankAnswer | Failed
 
 
-class Channel:
+class RankChannel:
     """One end of a socket between rank 0 and another rank. `recv` raises EOFError when the other end has gone."""
 
     def __init__(self, end: socket.socket, kind: Any) -> None:

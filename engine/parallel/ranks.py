@@ -1,4 +1,5 @@
-"""What every rank of a replica does: it has its part of the model, executes each plan, and exchanges sums and logits with the others.
+"""What every rank of a replica does: it has its part of the model, executes each plan, and exchanges sums and logits with the
+others.
 
 Exchange    memory that all ranks map: partial sums, embeddings, logits
 RankWorker  a `Worker` that compares what the ranks have drawn, every CHECK_STEPS steps"""
@@ -16,11 +17,12 @@ import xxhash
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.exact_modules import sum_slices
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.sums import SLICES, Exchange, RankLost, Summed, SumKernels
+from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed
 from rollout.engine.forward.model import BrokenModel, Model, in_one_line
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.scheduling.plan import Plan
+from rollout.engine.types import RankLost
 from rollout.engine.weights.cuts import NotCut, summed_linears_of
 from rollout.engine.worker import InFlight, Report, Worker, WorkerParts, open_worker
 

@@ -8,6 +8,7 @@ So every transport works as with one device, and nothing but a rank itself write
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 import xxhash
 
 from rollout.engine.memory import placed, side_by_side
-from rollout.engine.parallel.messages import Answer, ExchangeWeights, ReadElements
+from rollout.engine.parallel.messages import ExchangeWeights, RankAnswer, ReadElements
 from rollout.engine.types import TensorInfo, WeightUpdate
 from rollout.engine.weights.cuts import Cut, Part, parts_of
 from rollout.engine.weights.inventory import READ_BYTES, Inventory
@@ -34,7 +35,7 @@ class OtherRanks(Protocol):
     def tell(self, requests: Sequence[msgspec.Struct]) -> None:
         """Send a request to each. Raises RankLost."""
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[RankAnswer]:
         """Wait for the answers to the newest requests. Raises RankLost."""
 
     @property
@@ -105,10 +106,8 @@ class DividedTensor(StagedTensor):
 
     __slots__ = ("places",)
 
-    def __init__(
-        self, info: TensorInfo, target: str | None, room: torch.Tensor, places: list[tuple[Part, torch.Tensor]]
-    ) -> None:
-        super().__init__(info, getattr(torch, info.dtype), target, None if target is None else room)
+    def __init__(self, info: TensorInfo, target: str, room: torch.Tensor, places: list[tuple[Part, torch.Tensor]]) -> None:
+        super().__init__(info, getattr(torch, info.dtype), target, room)
         self.places = places
 
     def elements(self, start: int, count: int) -> torch.Tensor:
@@ -161,6 +160,12 @@ class DividedWeights(Weights):
         ]
         self._rooms = {dtype: torch.empty(SLICE_BYTES, dtype=dtype) for dtype in {*dtypes.values()}}
 
+    @property
+    def rank_bytes(self) -> list[int]:
+        """Return the bytes of each rank's parts."""
+        sizes = {name: tensor.element_size() for name, tensor in self._tensors.items()}
+        return [sum(math.prod(parts[name].here) * size for name, size in sizes.items()) for parts in self._parts_of]
+
     def stage(self, update: WeightUpdate) -> Staging:
         if update.adapter is not None:
             raise InvalidWeights("an adapter cannot be merged into weights that several ranks have: send merged tensors")
@@ -172,14 +177,13 @@ class DividedWeights(Weights):
         return self._buffers.open(False)
 
     def _parts(self, manifest: Sequence[TensorInfo], targets: Sequence[str | None]) -> list[StagedTensor]:
-        return [
-            DividedTensor(info, target, *((self._rooms[self._tensors[target].dtype], self._places(target)) if target else (self._any_room, [])))
-            for info, target in zip(manifest, targets, strict=True)
-        ]  # fmt: skip
+        return [self._divided(info, target) for info, target in zip(manifest, targets, strict=True)]
 
-    @property
-    def _any_room(self) -> torch.Tensor:
-        return next(iter(self._rooms.values()))
+    def _divided(self, info: TensorInfo, target: str | None) -> StagedTensor:
+        dtype = getattr(torch, info.dtype)
+        if target is None:  # it repeats a tied tensor
+            return StagedTensor(info, dtype, None, None)
+        return DividedTensor(info, target, self._rooms[self._tensors[target].dtype], self._places(target))
 
     def _places(self, name: str) -> list[tuple[Part, torch.Tensor]]:
         """Return each rank's part of a tensor, and where it is staged."""
@@ -224,7 +228,9 @@ class DividedWeights(Weights):
             staged.close()
 
 
-def divided_weights(module: Any, cuts: Mapping[str, Cut], shapes: Mapping[str, Sequence[int]], ranks: OtherRanks) -> Weights:
+def divided_weights(
+    module: Any, cuts: Mapping[str, Cut], shapes: Mapping[str, Sequence[int]], ranks: OtherRanks
+) -> DividedWeights:
     """Make the weights of rank 0. cuts, shapes: of the whole model's tensors."""
     count = len(ranks.staged_fds) + 1
     parts = [parts_of(cuts, shapes, rank, count) for rank in range(count)]

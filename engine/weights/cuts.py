@@ -5,8 +5,8 @@
     embedding, head                       rows: tokens of the vocabulary
     norms                                 whole
 
-`cuts_of` finds the cuts in the tree of modules. Names, shapes and digests of manifests are those of whole tensors; a `Part` maps
-elements of a whole tensor, in C order, to those of one rank's part."""
+`cuts_of` finds the cuts in the tree of modules. Names, shapes and digests of manifests are those of whole tensors; a `Part`
+maps elements of a whole tensor, in C order, to those of one rank's part."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Part(NamedTuple):
         columns, (first, last) = math.prod(self.shape[1:]), self._span
         return start < last * columns and start + count > first * columns
 
-    def index(self) -> tuple[slice, ...]:
+    def where(self) -> tuple[slice, ...]:
         """Return the index of the part in the whole tensor."""
         return () if self.cut.dim is None else (slice(None),) * self.cut.dim + (slice(*self._span),)
 
@@ -185,7 +185,7 @@ def _cuts_of_layer(layer: nn.Module) -> dict[int, Cut]:
 
 
 def counts_of(layer: nn.Module) -> HeadCounts | None:
-    """Return the heads and the MLP's numbers of a layer; None: it is of another kind."""
+    """Return the heads and the MLP's numbers of a layer; None: it is none of Llama's kind."""
     try:
         q, k, o = (layer.get_submodule(f"self_attn.{name}_proj") for name in "qko")
         gate, down = layer.get_submodule("mlp.gate_proj"), layer.get_submodule("mlp.down_proj")

@@ -31,7 +31,7 @@ def check_parts(whole: torch.nn.Module, folder: Path, ranks: int, dtype: torch.d
         module = load_part(folder, dtype, RankPlace(rank, ranks, nothing)).module
         for name, part in module.named_parameters():
             whole_part = Part(tuple(parameters[name].shape), cuts[name], rank, ranks)
-            assert torch.equal(part, parameters[name][whole_part.index()]), name
+            assert torch.equal(part, parameters[name][whole_part.where()]), name
         assert {name for name, _ in module.named_parameters()} == parameters.keys()
         assert [*module.state_dict()] == [*whole.state_dict()]
 

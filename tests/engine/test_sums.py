@@ -12,7 +12,8 @@ import torch
 
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
-from rollout.engine.cpu.sums import SLICES, Exchange, RankLost, Summed, SumKernels, shared_bytes
+from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed, shared_bytes
+from rollout.engine.types import RankLost
 from tests.support.isas import best_first
 
 BEST = here()[0]
@@ -60,21 +61,24 @@ def test_a_sum_is_a_tree_over_eight_slices(outputs: int, inputs: int) -> None:
     assert not torch.equal(in_turn + b, tree), "another order has other bits"
 
 
+def on_ranks(ranks: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """Compute a product on ranks that have a part of its inputs each."""
+    inputs, of = x.shape[1], exchanges(ranks, len(w))
+
+    def product(rank: int) -> torch.Tensor:
+        at = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
+        return kernels().linear(x[:, at], w[:, at].contiguous(), b, Summed(SLICES // ranks, of[rank]))
+
+    return on_all(ranks, product)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_number_of_ranks(dtype: torch.dtype) -> None:
     for rows, outputs, inputs in [(1, 64, 96), (5, 50, 32), (300, 96, 256)]:
         x, w, b = case(rows, outputs, inputs, dtype)
         want = kernels().linear(x, w, b, Summed(SLICES, None))
         assert torch.equal(kernels().linear(x[:1], w, b, Summed(SLICES, None)), want[:1])
-        for ranks in (2, 4, 8):
-            of = exchanges(ranks, outputs)
-
-            def product(rank: int) -> torch.Tensor:
-                at = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
-                summed = Summed(SLICES // ranks, of[rank])
-                return kernels().linear(x[:, at], w[:, at].contiguous(), b, summed)
-
-            assert all(torch.equal(got, want) for got in on_all(ranks, product))
+        assert all(torch.equal(got, want) for ranks in (2, 4, 8) for got in on_ranks(ranks, x, w, b))
 
 
 @pytest.mark.parametrize("isa", best_first([isa for isa in here() if isa != "plain"]))

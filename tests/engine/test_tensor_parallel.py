@@ -1,4 +1,4 @@
-"""Several ranks run one replica: the samples of 1, 2 and 4 ranks are equal, to the bit, and a refresh is applied by all or none."""
+"""Several ranks run one replica: samples of 1, 2 and 4 ranks are equal, to the bit, and all ranks take a refresh, or none."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import torch
 
 from rollout.engine.engine import Engine
 from rollout.engine.parallel import ranks as of_ranks
-from rollout.engine.pipeline import DeviceLost
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.types import DeviceLost, Group, PartialSample, Sample, Sampling
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.tensors import InvalidWeights
 from rollout.exact import sample_logprobs, use_exact

@@ -18,7 +18,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.random_weights import blank
 from rollout.engine.parallel.follower import follow
 from rollout.engine.parallel.leader import Followers
-from rollout.engine.parallel.messages import Channel, Failed, Order, Reply, Start
+from rollout.engine.parallel.messages import Failed, Order, RankChannel, Reply, Start
 from rollout.engine.types import Sample
 from tests.support.configs import engine_config
 from tests.support.tiny import tiny
@@ -27,18 +27,22 @@ from tests.support.tiny import tiny
 class ThreadFollowers(Followers):
     """The other ranks, each a thread."""
 
-    def start(self, order: Start) -> Channel:
+    def start(self, order: Start) -> RankChannel:
         ours, theirs = socket.socketpair()
         of_its_own = Start(order.config, order.rank, order.width, os.dup(order.shared_fd), os.dup(order.staged_fd))
-        channel = Channel(ours, Reply)
-        threading.Thread(target=self._follow, args=(Channel(theirs, Order),), daemon=True).start()
+        channel = RankChannel(ours, Reply)
+        threading.Thread(target=self._follow, args=(RankChannel(theirs, Order),), daemon=True).start()
         channel.send(of_its_own)
         return channel
+
+    @property
+    def pids(self) -> list[int]:
+        return [os.getpid()] * len(self.channels)
 
     def status_of(self, rank: int) -> str:
         return "a thread"
 
-    def _follow(self, channel: Channel) -> None:
+    def _follow(self, channel: RankChannel) -> None:
         try:
             follow(channel)
         except Exception as error:
