@@ -19,6 +19,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)
 WHEELS ?= build/wheels
 GPU_VERSION ?= 3.12
+GPU_JOBS ?= 8
 
 # processes of pytest (pytest-xdist): one more than two cores, since tests also wait. Each begins with a stretch of files, and one
 # that is done takes half of what another has left
@@ -35,7 +36,7 @@ LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
 	&& ln -s $(CURDIR)/tests build/linked
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu check docs format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -55,6 +56,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make sanitize-gpu   attention's kernels under compute-sanitizer: memcheck and racecheck"
 	@echo "make test-gpu, bench-gpu   the CUDA paths: their tests, and figures as JSON lines; MODELS='qwen3-8b' and ARGS pick"
+	@echo "make sitting   prints the commands of a first hour with a GPU, for a machine without make"
 	@echo "make wheels  what these need on a machine without a network, for its Python GPU_VERSION=3.12, into build/wheels: carry it there"
 	@echo "make clean   remove all that these targets have made here"
 
@@ -122,13 +124,21 @@ fleet-chaos: $(STAMP)
 endurance: model
 	@$(BIN)/python -m tests.support.endurance.run --hours $(or $(HOURS),0.1) --seed $(or $(SEED),0) $(ARGS)
 
+# tests that measure time or the device's free memory run alone, the others in GPU_JOBS processes, which mostly compile
 test-gpu: $(GPU_READY)
-	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)
-	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu tests/engine/test_streaming.py --ignore tests/gpu/test_attention_oracle.py $(ARGS)
-	@$(GPU_PYTHON) -m pytest -m '' -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
+	@$(GPU_PYTHON) -m pytest -n $(GPU_JOBS) -m gpu -W default tests/gpu/test_attention_oracle.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -n $(GPU_JOBS) -m gpu -W default tests/gpu/test_same_samples.py tests/gpu/test_graphs_on_a_device.py \
+		tests/gpu/test_draws_on_a_device.py tests/gpu/test_states_and_experts.py tests/engine/test_streaming.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_weights_ways.py tests/gpu/test_sleep_on_a_device.py \
+		tests/gpu/test_copies_on_a_device.py tests/gpu/test_overlap_on_a_device.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -n $(GPU_JOBS) -m '' -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_recurrence_triton.py tests/engine/test_experts_triton.py \
 		tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py $(ARGS)
+
+# what to run first on a machine with a GPU, in pieces of at most ten minutes
+sitting:
+	@$(PYTHON) -m tests.support.sitting
 
 # reads and writes out of bounds, and races, of attention's kernels at production sizes; compute-sanitizer comes with the CUDA toolkit
 sanitize-gpu: $(GPU_READY)
@@ -145,10 +155,10 @@ wheels:
 	@rm -rf $(WHEELS)
 	@$(PYTHON) -m pip download --quiet --only-binary :all: --dest $(WHEELS) --implementation cp --python-version $(GPU_VERSION) \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
-		msgspec psutil pyzmq tyro docstring-parser typeguard tomli-w gguf xxhash pytest-timeout
+		msgspec psutil pyzmq tyro docstring-parser typeguard tomli-w gguf xxhash pytest-timeout pytest-xdist execnet
 
 gpu-wheels:
-	@$(GPU_PYTHON) -c 'import msgspec, psutil, zmq, tyro, tomli_w, xxhash, pytest_timeout' 2>/dev/null || \
+	@$(GPU_PYTHON) -c 'import msgspec, psutil, zmq, tyro, tomli_w, xxhash, pytest_timeout, xdist' 2>/dev/null || \
 		$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl
 
 check: $(STAMP)

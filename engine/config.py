@@ -84,10 +84,10 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """largest fraction of the free host memory that cpu_offload_gib may take"""
     share_prefix: bool = True
     """attention reads a prompt prefix once for all rows that share it, instead of once per row. Samples are the same"""
-    fused_layers: bool = False
+    fused_layers: bool | None = None
     """on CUDA, run the decoder layers of Llama-like models with about 10 kernel launches each instead of 50, and the RMSNorms
     of other models with 2 instead of 8. Norms are then summed in another order than torch's, so log-probs differ from those of
-    a trainer's forward in the last bits"""
+    a trainer's forward in the last bits, as they do by cuBLAS's products. Default: on, unless exact or routed_experts is"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and its bounds."""
@@ -134,8 +134,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """most draft tokens per sequence and step. The engine proposes them from sibling samples if few sequences run and drafting
     pays off. Samples are the same. 0: off. Default: 6, or 0 if steps overlap (docs/decisions/drafts.md)"""
 
-    block_size: int = 32
-    """tokens per KV block"""
+    block_size: int = 0
+    """tokens per KV block. 0: 32; on CUDA 64, so that the keys that attention reads at a time are in one block"""
     kv_gib: float | None = None
     """size of the KV pool on the device in GiB, recurrent states included, allocated at start; or set kv_tokens. Default: a
     quarter of the free memory, used as needed; on CUDA 80 %, allocated at start"""
@@ -200,6 +200,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(message)
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
+        if not self.block_size:
+            msgspec.structs.force_setattr(self, "block_size", 32 if self.device == "cpu" else 64)
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         _check_bounds(self, BOUNDS)
         need(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -81,9 +81,7 @@ log = logging.getLogger(__name__)
 class Graphs(Protocol):
     """Forwards that run as captured graphs; see `rollout.engine.cuda.graphs.StepGraphs`."""
 
-    sizes: list[int]
-    """tokens of the captured decode steps"""
-
+    def warm_up_shapes(self, context: int) -> Iterator[tuple[int, int]]: ...
     def covers(self, batch: Batch) -> bool: ...
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
     def warm(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor: ...
@@ -178,7 +176,7 @@ class CpuDevice:
         if name == "triton":  # in Triton's interpreter
             return triton_attention(self.memory.device, capacity)
         if self._without_native:
-            raise ValueError(f'attention="native": {self._without_native}; attention="auto" takes the slow torch reference')
+            raise ValueError(f'attention="native": {self._without_native}; attention="auto" selects the slow torch reference')
         return NativeAttention(self._threads, self.isa)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
@@ -270,7 +268,8 @@ class CudaDevice:
         if config.exact:
             make_exact(model.module)
             return ExecutionPath(None, ARITHMETIC + mixed, None, "")
-        if config.advanced.fused_layers:
+        fused = config.advanced.fused_layers
+        if fused or (fused is None and not config.routed_experts):
             path = fuse(model, backend)
             return path._replace(arithmetic=path.arithmetic + mixed)
         return ExecutionPath(None, torch_arithmetic() + mixed, None, "") if mixed else None

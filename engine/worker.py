@@ -49,6 +49,7 @@ from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_s
 from rollout.engine.kv.states import StatePages
 from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
 from rollout.engine.types import Routing, Tag, WeightUpdate
+from rollout.engine.versions import check_versions
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 
@@ -252,8 +253,7 @@ class Worker:
         config = self.config
         count = min(config.most_tokens, self.model.context)
         yield min(config.most_tokens // count, config.most_seqs), count
-        decode = [config.most_seqs] if self.graphs is None else [*self.graphs.sizes]
-        yield from ((rows, 1) for rows in reversed(decode))
+        yield from [(config.most_seqs, 1)] if self.graphs is None else self.graphs.warm_up_shapes(self.model.context)
 
     @torch.inference_mode()
     def _warm_up_step(self, rows: int, count: int) -> None:
@@ -292,6 +292,7 @@ def open_worker(
     """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, allocate the
     KV pools, in this order. `Worker.config` has the defaults that depend on the device. report: takes the name of each phase
     when it begins. Raises ValueError for a configuration that cannot work."""
+    check_versions()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device, drafts = device_of(config), config.drafts
@@ -304,7 +305,7 @@ def open_worker(
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
     if config.latent_kv != stores_latents(module_of(model)):
         raise ValueError(
-            f"latent_kv={config.latent_kv}: {model.name} was given otherwise; call use_latent_kv, or plain_kv, first"
+            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
         )
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
@@ -417,7 +418,7 @@ def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
     `EngineConfig.drafts` as the user set it. Raises ValueError."""
     if asked:
         raise ValueError(
-            f"drafts={asked}: without the kernels of the CPU, a recurrent state cannot go back behind a rejected draft; set 0, "
+            f"drafts={asked}: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state; set 0, "
             "or leave it out"
         )
     return msgspec.structs.replace(config, drafts=0)

@@ -72,7 +72,7 @@ class Options:
 
 @dataclass
 class Conversation:
-    """One question, and what was said about it."""
+    """One question, and the conversation about it."""
 
     tokens: list[int]
     """all there is: the prompt of the next turn"""
@@ -83,20 +83,20 @@ class Conversation:
     """by the model, in its last turn"""
 
     def add(self, tokens: Sequence[int], written: bool) -> None:
-        """Append tokens of the model, or of somebody else."""
+        """Append tokens of the model or of a tool."""
         self.written += [False] * (len(self.tokens) - len(self.written)) + [written] * len(tokens)
         self.tokens += tokens
 
 
 Tool = Callable[[str], Awaitable[str | None]]
-"""what to append behind what the model has said; None: nobody was asked"""
+"""takes the model's text, returns the text to append after it; None: no tool was called"""
 
 
 CALL = re.compile(r"<<([^<>]*)>>\s*$")
 
 
 async def calculator(said: str) -> str | None:
-    """Answer a call <<12 + 30>> at the end of what was said."""
+    """Answer a call <<12 + 30>> at the end of the text."""
     call = CALL.search(said)
     return None if call is None else f" = {calculate(call[1])}."
 
@@ -237,7 +237,7 @@ async def ask(
 
 
 def answer_of(conversation: Conversation) -> str:
-    """Return what stands behind #### in what was said last; "" without that."""
+    """Return the text after #### in the last message; "" if there is none."""
     return conversation.said.rpartition("####")[2].strip() if "####" in conversation.said else ""
 
 

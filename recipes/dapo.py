@@ -141,7 +141,7 @@ class Sampler:
         if sample.finish_reason in ("stop", "length"):
             asked.rewards[sample.index] = self.task.reward(asked.index, sample)
         elif not asked.handle.cancelled:
-            grpo.checked([sample])  # raises: nobody has cancelled it
+            grpo.checked([sample])  # raises: it was not cancelled
         if len(asked.rewards) == self.options.decide_after and not asked.spread:
             asked.handle.cancel()
 

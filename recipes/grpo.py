@@ -5,7 +5,7 @@
                                      refresh ┘ (in place, while groups run)     ┘
 
     python -m rollout.recipes.grpo                # learns one-digit products with SmolLM2-135M, minutes on 2 cores
-    python -m rollout.recipes.grpo --partial      # slow children go on beside the next batch, under new weights
+    python -m rollout.recipes.grpo --partial      # slow children continue during the next batch, under new weights
     python -m rollout.recipes.grpo --no-refresh   # the control: the service keeps its first weights; the reward stays
     python -m rollout.recipes.grpo --lora         # trains LoRA adapters alone, and sends nothing else
     python -m rollout.recipes.grpo --model shape:tiny-moe --task even-ids    # a mixture of experts, without a download
@@ -96,8 +96,8 @@ class Options:
     replay: bool = False
     """of a mixture of experts: the trainer's routers choose the experts that the service chose (R3)"""
     partial: bool = False
-    """a batch ends when three quarters of each group's children have: the others are cut, go on beside the next batch, under
-    new weights, and their groups are trained on one step later"""
+    """a batch ends when three quarters of each group's children have: the others are cut, and continue during the next batch,
+    under new weights, and their groups are trained on one step later"""
     refresh: bool = True
     """push the weights after each step; --no-refresh is the control"""
     threads: int = 1
@@ -279,9 +279,9 @@ def whole_batches(options: Options, client: RolloutClient, task: Task) -> Iterat
 
 
 def partial_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
-    """Yield batch after batch, each one step after most of its children have ended: the rest goes on meanwhile, beside the next
-    batch and under the weights that come in between. A token is two versions old at most; the spans say which made it, and its
-    log-prob is of that one."""
+    """Yield batch after batch, each one step after most of its children have ended: the others continue during the next
+    batch, under the weights of each refresh. A token is at most two versions old. The spans give its version, and its log-prob
+    belongs to that version."""
     pending = submit(options, client, task, 0)
     ended: list[list[Sample]] = []
     late: list[Handle | None] = []
@@ -335,7 +335,7 @@ def checked(group: list[Sample]) -> list[Sample]:
 
 
 def push(client: RolloutClient, model: torch.nn.Module, version: int) -> Row:
-    """Give the service these weights, of a PeftModel the adapter. It goes on with them, running samples included; they keep the
+    """Give the service these weights, of a PeftModel the adapter. Running samples continue with them; they keep the
     KV they have."""
     send = client.refresh_lora if hasattr(model, "peft_config") else client.refresh
     done = send(model, version=version, kv="keep")

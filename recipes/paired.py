@@ -146,7 +146,7 @@ def show(found: Paired) -> None:
     say(f"with independent seeds ± {found.independent_error:.4f}")
     if found.paired_error:
         times = (found.independent_error / found.paired_error) ** 2
-        say(f"as exact a result takes {times:.1f} times as many samples with independent seeds")
+        say(f"with independent seeds, the same precision takes {times:.1f} times as many samples")
     at = "" if found.first_changed is None else f", the others first differ at token {found.first_changed:g} (median)"
     say(f"{found.unchanged:.0%} of the answers are unchanged{at}")
 

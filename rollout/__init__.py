@@ -9,10 +9,12 @@ if TYPE_CHECKING:
         AsyncHandle,
         AsyncRefreshHandle,
         AsyncRolloutClient,
+        Change,
         Handle,
         LinkTiming,
         Receipt,
         RefreshHandle,
+        Reproduced,
         RolloutClient,
         SampleStream,
         Verified,
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if not (Path(__file__).parent / "engine").is_dir():
-    # a checkout: engine/, transport/ and recipes/ lie beside this folder; a wheel has them in it
+    # a checkout: engine/, transport/ and recipes/ are next to this folder; a wheel has them in it
     __path__.append(str(Path(__file__).parent.parent))
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "AsyncRefreshHandle",
     "AsyncRolloutClient",
     "Busy",
+    "Change",
     "ClientClosed",
     "Forbidden",
     "Group",
@@ -71,6 +74,7 @@ __all__ = [
     "Receipt",
     "RefreshHandle",
     "Refreshed",
+    "Reproduced",
     "RequestTimeout",
     "RolloutClient",
     "RolloutError",

@@ -54,7 +54,7 @@ def _check_seconds(config: msgspec.Struct, *names: str) -> None:
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Address, keys, journal and time-outs of the service."""
+    """Address, keys, journal, ledger and time-outs of the service."""
 
     endpoint: str = DEFAULT_ENDPOINT
     """bind address. Without keys: loopback or ipc, for clients of the same user. Port 0 or *: any free port"""
@@ -63,6 +63,14 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     journal: str | None = None
     """file that stores open groups and samples, so that they survive a restart; None: a restart loses them, and clients get
     ServiceRestarted"""
+    ledger: str | None = None
+    """append what made each sample, and a digest of it, to this file; None: nothing is recorded"""
+    ledger_gib: float = 1.0
+    """size at which the ledger is renamed to FILE.1, which is replaced, and a new one begins"""
+    ledger_prompts: bool = False
+    """also store the token ids of prompts in the ledger, each once; otherwise only digests"""
+    ledger_tokens: bool = False
+    """also store the token ids and log-probs of samples in the ledger; otherwise only digests"""
     client_grace_s: float = 10.0
     """abort the groups of a client that is silent for this many seconds"""
     max_outbox_bytes: int = 268_435_456
@@ -86,6 +94,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.max_outbox_bytes < 1:
             raise ValueError(f"max_outbox_bytes={self.max_outbox_bytes}: must be at least 1")
+        if not self.ledger_gib > 0:
+            raise ValueError(f"ledger_gib={self.ledger_gib}: must be positive")
+        if self.ledger is None and (self.ledger_prompts or self.ledger_tokens):
+            raise ValueError("ledger_prompts or ledger_tokens without ledger: name the file")
         if not self.lease_s > 0:
             raise ValueError(f"lease_s={self.lease_s}: must be positive")
         if not self.stall_s > 0:

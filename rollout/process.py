@@ -3,8 +3,8 @@
     with service_process(Config(engine=EngineConfig(model="smollm2"))) as service:
         client = RolloutClient(service.endpoint)
 
-The child leads a session of its own, so Ctrl-C reaches the parent alone, which then stops the child in order. If the parent
-dies without a word, the pipe to the child's standard input closes, and the child stops by itself.
+The child has its own session, so Ctrl-C reaches only the parent, which then stops the child in order. If the parent is killed,
+the pipe to the child's standard input closes, and the child stops by itself.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def check_writable(flag: str, path: str | None) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears whole, so that whoever waits for it can read it at once."""
+    """Write a file under another name and rename it, so that a process that waits for it never reads a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.rename(path)
@@ -126,7 +126,7 @@ def write_atomically(path: Path, text: str) -> None:
 class Folder:
     """A folder for what a process needs while it runs: of this user alone, with a name short enough for sockets in it.
 
-    Removed by `close`, or at the end of a block. What was killed leaves one that nobody holds, which the next one removes.
+    Removed by `close`, or at the end of a block. A process that was killed leaves its folder unlocked; the next one removes it.
 
     Example:
         with Folder("restart") as path:
@@ -151,7 +151,7 @@ class Folder:
         folder.lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(folder.lock, fcntl.LOCK_SH)
-            os.stat(path / LOCK)  # nobody has removed it before the lock was ours
+            os.stat(path / LOCK)  # it was not removed before the lock was ours
         except OSError:
             os.close(folder.lock)
             raise
@@ -171,7 +171,7 @@ class Folder:
 def remove_dead() -> None:
     """Remove the folders of this user that no process holds."""
     for path in Path(tempfile.gettempdir()).glob("rollout-*"):
-        with suppress(OSError):  # it is another one's, or held, or is being removed by somebody else
+        with suppress(OSError):  # it belongs to another user, is locked, or another process removes it
             about = path.lstat()
             if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
                 _remove_if_dead(path)

@@ -1,1 +1,1 @@
-"""How messages travel: typed messages, frames, and two interchangeable ends (sockets, loopback)."""
+"""Transport of messages: typed messages, frames, and two interchangeable ends (sockets, loopback)."""

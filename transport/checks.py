@@ -212,15 +212,15 @@ def _check_partial(sample: Sample, partial: PartialSample | None, group: Group) 
         return
     if not np.array_equal(tokens[:had], partial.token_ids):
         raise _wrong(
-            sample, "token_ids", "that do not go on from those it had", f"the {had} of the partial sample, then others"
+            sample, "token_ids", "that do not begin with those it had", f"the {had} of the partial sample, then others"
         )
     given, got = partial.routed_experts, sample.routed_experts
     if given is not None and got is not None and got[:had].tobytes() != given.tobytes():
         raise _wrong(
-            sample, "routed_experts", "that do not go on from those it had", f"the {had} of the partial sample, then others"
+            sample, "routed_experts", "that do not begin with those it had", f"the {had} of the partial sample, then others"
         )
     if sample.logprobs[:had].tobytes() != partial.logprobs.tobytes():
-        raise _wrong(sample, "logprobs", "that do not go on from those it had", f"the {had} of the partial sample, then others")
+        raise _wrong(sample, "logprobs", "that do not begin with those it had", f"the {had} of the partial sample, then others")
     if agreed(sample.weight_versions, partial.weight_versions, had) < had:
         raise _wrong(
             sample, "weight_versions", sample.weight_versions, f"{partial.weight_versions} of the partial sample, then others"

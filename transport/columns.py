@@ -1,4 +1,4 @@
-"""Children of one or many groups in one message: their columns end to end, and back.
+"""Packs the samples of one or many groups as columns of one message, and unpacks them.
 
 Encoding a message takes some 50 microseconds, and each array 5; a sample within a message takes 3.
 """

@@ -1,4 +1,4 @@
-"""All errors that a user of the service can meet.
+"""All errors that clients of the service raise, one class per kind.
 
 RolloutError                       kind on the wire
 ├── ProtocolError                  protocol_error

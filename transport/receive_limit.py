@@ -53,7 +53,7 @@ class ReceiveQueue:
         """libzmq has ended it"""
 
     def waits(self) -> int:
-        """Count the received bytes that were not taken. Raises OSError."""
+        """Count the received bytes that still wait in the socket. Raises OSError."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES_RECEIVED + 8)
         received = int.from_bytes(info[TCP_INFO_BYTES_RECEIVED : TCP_INFO_BYTES_RECEIVED + 8], sys.byteorder)
         age = time.monotonic() - self.since

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollout.engine.cuda import tiles as cutting
+from rollout.engine.cuda.compiled import compiled_by, triton_version
 from rollout.engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
 from rollout.engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
 from rollout.engine.forward.attention import CannotAttend, Scores, StepCapacity
@@ -25,6 +26,8 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.fp8 import is_fp8, scales_as
 from rollout.engine.kv.pages import PagedKV
 
+ARITHMETIC = "triton/1"
+"""of the kernels; every change of their sums or roundings increases the version"""
 PARTS_OF_A_ROW = 32
 """partial results per sequence, on average, for which memory is reserved at least; rows beyond that are not split, with the
 same numbers"""
@@ -61,18 +64,18 @@ class TritonAttention:
     cut into tiles nor on shared prefixes. Raises TritonUnavailable."""
 
     name = "triton"
-    arithmetic = "triton/1"
 
     def __init__(self, device: torch.device, capacity: StepCapacity, programs: int | None = None, kernels: Any = None) -> None:
         """Allocate the static arrays.
 
         Args:
             programs: programs that run at the same time, the same number for each KV head; None = as many as fill the device.
-            kernels: stands in for `rollout.engine.cuda.attention_kernels`, for tests.
+            kernels: replaces `rollout.engine.cuda.attention_kernels` in tests.
         """
         if not capacity.q_heads:
             raise TritonUnavailable("the model's layers have different numbers of query heads")
         self._kernels = kernels or _import(device)
+        self.arithmetic = arithmetic_on(device)
         self.device = device
         self.capacity = capacity
         limits, processors = _limits(device)
@@ -83,7 +86,7 @@ class TritonAttention:
         except ValueError as error:
             raise TritonUnavailable(str(error)) from error
         """for small and for large tiles"""
-        self.launches_in_fp8 = with_codes(self.launches, capacity.widest, limits.capability)
+        self.launches_in_fp8 = with_codes(self.launches)
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
         """programs that run at the same time per KV head, for small and for large tiles"""
@@ -130,11 +133,14 @@ class TritonAttention:
         return Prepared._make((*self._views(self._arrays), launched))
 
     def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
-        small, large = (launch.rows // self.capacity.group for launch in self.launches)
+        small, large = (launch.rows // self.capacity.group for launch in self._launches_over(kv))
         return cut(
             batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size, sizes=(small, large),
             groups=self.groups, max_parts=max_parts,
         )  # fmt: skip
+
+    def _launches_over(self, kv: PagedKV) -> Launches:
+        return self.launches_in_fp8 if is_fp8(kv.data) else self.launches
 
     def _views(self, whole: Any) -> tuple[Any, ...]:
         ends = (*self._starts[1:].tolist(), len(whole))
@@ -185,7 +191,7 @@ class TritonAttention:
         kept = {"FP8": is_fp8(data), "NATIVE": self._converts}
         out = torch.empty((padded, q_heads, width), dtype=query.dtype, device=query.device)
         kernels, (*attends, merges) = self._kernels, arrays.launched
-        for kind, launch in enumerate(self.launches_in_fp8 if is_fp8(data) else self.launches):
+        for kind, launch in enumerate(self._launches_over(kv)):
             if attends[kind]:
                 kernels.attend[(self.groups[kind] * heads,)](
                     query, out, data, scales_as(data, torch.int32), arrays.table, arrays.positions, arrays.parts,
@@ -213,11 +219,11 @@ class PreparedKinds(NamedTuple):
 class TritonByShape:
     """`TritonAttention` for layers of different shapes: one of each kind, with arrays of its own."""
 
-    name, arithmetic = TritonAttention.name, TritonAttention.arithmetic
+    name = TritonAttention.name
 
     def __init__(self, device: torch.device, capacity: StepCapacity, programs: int | None = None) -> None:
         """Raise TritonUnavailable."""
-        self.capacity = capacity
+        self.capacity, self.arithmetic = capacity, arithmetic_on(device)
         self._kinds = {
             (each.q_heads, each.kv_heads, each.head_dim, each.value_dim): TritonAttention(device, each, programs)
             for each in capacity.each()
@@ -253,10 +259,11 @@ class TritonByWindow:
     """Two backends: one for pools of layers with full attention, one for those of layers with a sliding window, since a step
     has other arrays for these."""
 
-    name, arithmetic = TritonAttention.name, TritonAttention.arithmetic
+    name = TritonAttention.name
 
     def __init__(self, device: torch.device, capacity: StepCapacity) -> None:
         """Raise TritonUnavailable."""
+        self.arithmetic = arithmetic_on(device)
         self.capacity, self.even = capacity, not capacity.different
         """even: all layers have one shape"""
         self._full, self._windowed = (_of_one_table(device, replace(capacity, windowed=False)) for _ in range(2))
@@ -306,6 +313,15 @@ def _of_one_table(device: torch.device, capacity: StepCapacity) -> TritonAttenti
     return TritonByShape(device, capacity) if capacity.different else TritonAttention(device, capacity)
 
 
+def arithmetic_on(device: torch.device) -> str:
+    """Name the arithmetic of the kernels as they are compiled for a device, such as "triton/1/t3.9/sm90". Raises
+    TritonUnavailable."""
+    try:
+        return f"{ARITHMETIC}/{compiled_by(device)}"
+    except ImportError as error:
+        raise TritonUnavailable(f"Triton cannot be imported ({error})") from error
+
+
 def begin_of(layer: int, kv: PagedKV) -> int:
     """Return where a layer begins in a block, in elements of the pool."""
     return kv.starts[layer] if kv.data.dim() == 2 else layer * kv.data.stride(1)
@@ -316,6 +332,7 @@ def _import(device: torch.device) -> Any:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise TritonUnavailable("on the CPU, Triton runs only in its interpreter: set TRITON_INTERPRET=1")
     try:
+        triton_version()
         from rollout.engine.cuda import attention_kernels as triton_kernels
     except ImportError as error:
         raise TritonUnavailable(f"Triton cannot be imported ({error}); it comes with the CUDA builds of torch") from error

@@ -55,13 +55,60 @@ def magnitude(x):
 
 @triton.jit
 def decoded(codes, NATIVE: tl.constexpr):
-    """Return fp32 of e4m3 codes. NATIVE: with the hardware conversion of compute capability 8.9 and later."""
+    """Return fp16 of e4m3 codes (uint8), which is exact. NATIVE: with the conversion of compute capability 8.9 and later."""
     if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
+        bits = codes.to(tl.int16)
+        moved = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+        return moved.to(tl.float16, bitcast=True) * 256.0  # between the two biases of exponents
+
+
+PAIRS = tl.constexpr(
+    "{.reg .b32 s, t; shl.b32 s, $2, 4; shl.b32 t, $2, 8; and.b32 t, t, 0x80008000; lop3.b32 $0, s, 0x07F007F0, t, 0xEA; "
+    "shr.u32 s, $2, 4; and.b32 t, $2, 0x80008000; lop3.b32 $1, s, 0x07F007F0, t, 0xEA;}"
+)
+"""PTX of `decoded_pairs`, for two pairs: their first codes, and their second codes"""
+
+
+@triton.jit
+def decoded_pairs(codes, WIDEN: tl.constexpr):
+    """Return [N, 2 · W] of [N, W] int16, each of which is two e4m3 codes: times 2^-120, in bf16, or in fp32 if WIDEN. A code is
+    moved to where the bits of bf16 are; between the biases of their exponents is 2^120. As bytes, V would be read from shared
+    memory one by one, since tensor cores take it by columns. Their order (`columns`) is that in which two pairs are moved."""
+    if WIDEN:
         bits = codes.to(tl.int32)
-        moved = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
-        return moved.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, between the two biases of exponents
+        first, second = ((bits & 0x7F) << 4) | ((bits & 0x80) << 8), ((bits >> 4) & 0x7F0) | (bits & 0x8000)
+        first, second = (first << 16).to(tl.float32, bitcast=True), (second << 16).to(tl.float32, bitcast=True)
+    else:
+        first, second = tl.inline_asm_elementwise(
+            PAIRS, "=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    N: tl.constexpr = codes.shape[0]
+    W: tl.constexpr = codes.shape[1]
+    both = tl.join(tl.reshape(first, (N, W // 2, 2)), tl.reshape(second, (N, W // 2, 2)))
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), (N, 2 * W))
+
+
+@triton.jit
+def columns(VALUE_PAD: tl.constexpr, FP8: tl.constexpr):
+    """Return which number of a head is in each column of a tile of V."""
+    e = tl.arange(0, VALUE_PAD)
+    return e // 4 * 4 + e % 2 * 2 + e % 4 // 2 if FP8 else e
+
+
+@triton.jit
+def halved(q):
+    """Return rows [M, D] in fp16, each divided by a power of two, and these powers [M], for products with e4m3 codes. Numbers
+    below 2^-32 of a row's largest lose bits. Rows in fp32 stay as they are."""
+    if q.dtype == tl.float32:
+        return q, tl.full((q.shape[0],), 1.0, tl.float32)
+    else:
+        bits = tl.max(magnitude(q.to(tl.float32)), 1) & 0x7F800000
+        bits = tl.minimum(tl.maximum(bits, 0x08000000), 0x7E800000) - 0x07800000  # the largest is at least 2^15, below 2^16
+        return (q.to(tl.float32) * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]).to(tl.float16), bits.to(
+            tl.float32, bitcast=True
+        )
 
 
 @triton.jit
@@ -133,10 +180,10 @@ def merged(top, total, acc, m, s, a):
 
 
 @triton.jit
-def write(partial, sums, place, m, s, a, live, real, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr):
-    """Write a partial result of each row: maximum m, sum s of its weights, weighted sum a."""
-    at = place[:, None] * VALUE + tl.arange(0, VALUE_PAD)[None]
-    tl.store(partial + at, a, mask=live[:, None] & real[None])
+def write(partial, sums, place, m, s, a, live, e, VALUE: tl.constexpr):
+    """Write a partial result of each row: maximum m, sum s of its weights, weighted sum a of the numbers e."""
+    at = place[:, None] * VALUE + e[None]
+    tl.store(partial + at, a, mask=live[:, None] & (e < VALUE)[None])
     tl.store(sums + place * 2, m, mask=live)
     tl.store(sums + place * 2 + 1, s, mask=live)
 
@@ -186,9 +233,10 @@ def finished(top, total, acc, sinks, q_head, live, SINKS: tl.constexpr):
 
 @triton.jit
 def met(
-    m, s, a, scores, seen, v, v_scale, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
+    m, s, a, scores, seen, v, v_scale, query, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Add N keys to the maximum, sum of weights and weighted sum of each row: online softmax. v_scale: scales of fp8 codes."""
+    """Add N keys to the maximum, sum of weights and weighted sum of each row: online softmax. v_scale: scales of fp8 codes.
+    query: weights are rounded to its dtype."""
     scores = tl.where(seen, scores, MASKED)
     higher = tl.maximum(m, tl.max(scores, 1))
     weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
@@ -196,7 +244,7 @@ def met(
     total = s * shrink + row_sum(weights, M, N)
     if FP8:
         weights = weights * v_scale[None]
-    return higher, total, a * shrink[:, None] + times(weights.to(v.dtype), v, WIDEN)
+    return higher, total, a * shrink[:, None] + times(weights.to(query.dtype.element_ty), v, WIDEN)
 
 
 @triton.jit
@@ -215,49 +263,72 @@ def oldest_key(position, live, last, window):
 
 @triton.jit
 def turned(
-    m, s, a, q, position, turn, oldest, last, data, words, blocks, head, layer_at, block_stride, scaling, window, before,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    m, s, a, query, q, share, position, behind, turn, oldest, last, data, words, blocks, head, layer_at, block_stride, scaling,
+    before, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
     NATIVE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Call `met` with N keys read from the pool. CAP: products times `before` go through tanh."""
+    """Call `met` with N keys read from the pool; a query at `position` attends to those after `behind`. CAP: products times
+    `before` go through tanh. PAGED: the N keys are in one block, so the entry of the table and the addresses are scalars, which
+    takes little more than half the instructions."""
     PER: tl.constexpr = (CHUNK + N - 1) // N
+    PAGED: tl.constexpr = BLOCK % N == 0
     d = tl.arange(0, DIM_PAD)
     e = tl.arange(0, VALUE_PAD)
-    inside = turn % PER * N + tl.arange(0, N)
+    key = tl.arange(0, N)
+    inside = turn % PER * N + key
     n = turn // PER * CHUNK + inside
-    there = (n >= oldest) & (n <= last) & (inside < CHUNK)
-    block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
-    at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * DIM
-    k = tl.load(data + at[None, :] + d[:, None], mask=there[None, :] & (d < DIM)[:, None], other=0)
-    if VALUE != DIM:
-        at = block * block_stride + layer_at + (head * BLOCK + n % BLOCK) * VALUE
-    v = tl.load(data + HEADS * BLOCK * DIM + at[:, None] + e[None], mask=there[:, None] & (e < VALUE)[None], other=0)
+    there = (n >= oldest) & (n <= last)
+    if PAGED:
+        begin = turn // PER * CHUNK + turn % PER * N
+        block = tl.load(blocks + begin // BLOCK).to(tl.int64)
+        at, first = key, head * BLOCK + begin % BLOCK
+    else:
+        there = there & (inside < CHUNK)
+        block = tl.load(blocks + n // BLOCK, mask=there, other=0).to(tl.int64)
+        at, first = n % BLOCK, head * BLOCK
+    layer = block * block_stride + layer_at
+    k_at, v_at = layer + first * DIM, layer + HEADS * BLOCK * DIM + first * VALUE
+    keys_at = (data + k_at + at * DIM)[None, :] + d[:, None]
+    if PAGED:  # other numbers of the block, even if they are NaN, give scores that are not seen
+        k = tl.load(keys_at, mask=(d < DIM)[:, None], other=0) if DIM < DIM_PAD else tl.load(keys_at)
+    else:
+        k = tl.load(keys_at, mask=there[None, :] & (d < DIM)[:, None], other=0)
     v_scale = 1.0
     if FP8:
-        word = tl.load(
-            words + scales_at(block, layer_at, block_stride, HEADS * BLOCK * (DIM + VALUE)) + head * BLOCK + n % BLOCK,
-            mask=there, other=0,
-        )  # fmt: skip
-        v_scale = ((word >> 16) << 16).to(tl.float32, bitcast=True)
-        k, v = decoded(k, NATIVE).to(q.dtype), decoded(v, NATIVE).to(q.dtype)
-        k_scale = (word << 16).to(tl.float32, bitcast=True)[None]
-        if CAP:
-            scores = bent(times(q, k, WIDEN) * before * k_scale) * scaling
+        pair = tl.arange(0, VALUE_PAD // 2)
+        pairs = (data.to(tl.pointer_type(tl.int16)) + v_at // 2 + at * (VALUE // 2))[:, None] + pair[None]
+        if PAGED and VALUE == VALUE_PAD:  # codes are finite, and their scales are zero where they are not seen
+            v = decoded_pairs(tl.load(pairs), WIDEN)
         else:
-            scores = times(q, k, WIDEN) * scaling * k_scale
-    elif CAP:
-        scores = bent(times(q, k, WIDEN) * before) * scaling
+            v = decoded_pairs(tl.load(pairs, mask=there[:, None] & (pair < VALUE // 2)[None], other=0), WIDEN)
+        scales = scales_at(block, layer_at, block_stride, HEADS * BLOCK * (DIM + VALUE)) + first + at
+        word = tl.load(words + scales, mask=there, other=0)
+        v_scale = ((word >> 16) << 16).to(tl.float32, bitcast=True) * 1.2379400392853803e27  # 2^90 of V's 2^120
+        k_scale = (word << 16).to(tl.float32, bitcast=True)[None]
+        k = decoded(k, NATIVE)
+        if q.dtype == tl.float32:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        if CAP:
+            scores = bent(times(q, k, WIDEN) * (before * share)[:, None] * k_scale) * scaling
+        else:
+            scores = times(q, k, WIDEN) * (scaling * share)[:, None] * k_scale
     else:
-        scores = times(q, k, WIDEN) * scaling
-    seen = there[None] & (n[None] <= position[:, None]) & ((window == 0) | (n[None] > position[:, None] - window))
-    return met(m, s, a, scores, seen, v, v_scale, M, N, WIDEN, FP8)
+        v = tl.load((data + v_at + at * VALUE)[:, None] + e[None], mask=there[:, None] & (e < VALUE)[None], other=0)
+        if CAP:
+            scores = bent(times(q, k, WIDEN) * before) * scaling
+        else:
+            scores = times(q, k, WIDEN) * scaling
+    seen = (n[None] <= position[:, None]) & (n[None] > behind[:, None])
+    if not PAGED:
+        seen = seen & (inside < CHUNK)[None]
+    return met(m, s, a, scores, seen, v, v_scale, query, M, N, WIDEN, FP8)
 
 
 @triton.jit
 def leave(
-    partial, sums, places, since, until, seen_from, whole, m, s, a, live, real, M: tl.constexpr, ROWS: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    partial, sums, places, since, until, seen_from, whole, m, s, a, live, e, M: tl.constexpr, ROWS: tl.constexpr,
+    VALUE: tl.constexpr,
 ):  # fmt: skip
     """Write the result of a span as one partial result if it is complete; write zeros for its chunks without their own partial
     result: those before the window or included in the span's."""
@@ -265,7 +336,7 @@ def leave(
         place = places + chunk * ROWS
         tl.store(sums + place * 2 + 1, tl.zeros((M,), tl.float32), mask=live)
     if whole:
-        write(partial, sums, places + since * ROWS, m, s, a, live, real, VALUE, VALUE_PAD)
+        write(partial, sums, places + since * ROWS, m, s, a, live, e, VALUE)
 
 
 @triton.jit
@@ -283,8 +354,7 @@ def attend(
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
     row = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
-    e = tl.arange(0, VALUE_PAD)
-    real = e < VALUE
+    e = columns(VALUE_PAD, FP8)
     for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
         head = work % HEADS
         first, tokens, blocks, begin, end, split = fields(tiles + (work // HEADS) * COLUMNS, table)
@@ -294,10 +364,14 @@ def attend(
         position = tl.load(positions + token, mask=live, other=-1)
         mask = live[:, None] & (d < DIM)[None]
         q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=mask, other=0.0)
+        share = 1.0
+        if FP8:
+            q, share = halved(q)
         places = tl.load(parts + token, mask=live, other=0).to(tl.int64) * (HEADS * GROUP) + q_of
         last = tl.max(position)
         oldest = oldest_key(position, live, last, window)
         seen_from = oldest // CHUNK
+        behind = tl.where(window > 0, position - window, -1)
         top, total, acc = nothing(M, VALUE_PAD)
         for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
             since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)
@@ -307,21 +381,24 @@ def attend(
             turns = tl.minimum(until * PER, last // CHUNK * PER + last % CHUNK // N + 1)
             for turn in range(tl.maximum(since, seen_from) * PER, turns):
                 m, s, a = turned(
-                    m, s, a, q, position, turn, oldest, last, data, words, blocks, head, layer_at, block_stride, scaling,
-                    window, before, HEADS, DIM, DIM_PAD, VALUE, VALUE_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8, NATIVE, CAP,
+                    m, s, a, query, q, share, position, behind, turn, oldest, last, data, words, blocks, head, layer_at,
+                    block_stride, scaling, before, HEADS, DIM, DIM_PAD, VALUE, VALUE_PAD, BLOCK, CHUNK, M, N, WIDEN, FP8,
+                    NATIVE, CAP,
                 )  # fmt: skip
                 if (turn % PER == PER - 1) | (turn == turns - 1):
+                    if FP8:
+                        a = a * 1073741824.0  # the rest of V's 2^120
                     if (split != 0) & (whole == 0):
-                        write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, real, VALUE, VALUE_PAD)
+                        write(partial, sums, places + turn // PER * (HEADS * GROUP), m, s, a, live, e, VALUE)
                     span_top, span_total, span_acc = merged(span_top, span_total, span_acc, m, s, a)
                     m, s, a = nothing(M, VALUE_PAD)
             if split != 0:
-                leave(partial, sums, places, since, until, seen_from, whole, span_top, span_total, span_acc, live, real,
-                      M, HEADS * GROUP, VALUE, VALUE_PAD)  # fmt: skip
+                leave(partial, sums, places, since, until, seen_from, whole, span_top, span_total, span_acc, live, e,
+                      M, HEADS * GROUP, VALUE)  # fmt: skip
             top, total, acc = merged(top, total, acc, span_top, span_total, span_acc)
         result = finished(top, total, acc, sinks, q_of, live, SINKS)
         where = out + token[:, None] * out_token + q_of[:, None] * VALUE + e[None]
-        tl.store(where, result, mask=live[:, None] & real[None] & (split + 0 * row == 0)[:, None])
+        tl.store(where, result, mask=live[:, None] & (e < VALUE)[None] & (split + 0 * row == 0)[:, None])
 
 
 @triton.jit

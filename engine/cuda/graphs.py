@@ -22,7 +22,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -50,8 +50,8 @@ class LayerRing(Protocol):
 
 MOST_TOKENS = 2048
 """largest step with prefill that is captured"""
-LOGITS = 4
-"""factor between the rows of logits of graphs with the same number of tokens"""
+FEW_LOGITS = 64
+"""rows of logits of a step with prefill that has no more; others have the most that there may be"""
 
 
 def sizes(largest: int) -> list[int]:
@@ -179,10 +179,18 @@ class StepGraphs:
         assert tokens is not None
         if batch.num_tokens == len(batch.context_lens) == batch.num_logits:
             return GraphKey(tokens, 0, large)
-        logits = min(16, self._rows)
-        while logits < batch.num_logits:
-            logits = min(LOGITS * logits, self._rows)
-        return GraphKey(tokens, logits, large)
+        return GraphKey(tokens, min(FEW_LOGITS, self._rows) if batch.num_logits <= FEW_LOGITS else self._rows, True)
+
+    def warm_up_shapes(self, context: int) -> Iterator[tuple[int, int]]:
+        """Yield (rows, tokens of each row) of steps that capture the graphs, the largest first: with prefill, of each number of
+        tokens few rows, and as many as have two tokens; then decode. context: most tokens of a row."""
+        for tokens in reversed(self.mixed):
+            if FEW_LOGITS < tokens // 2 <= self._rows:
+                yield tokens // 2, 2
+            few = -(-tokens // context)
+            if few <= self._rows and tokens > few:
+                yield few, tokens // few
+        yield from ((rows, 1) for rows in reversed(self.sizes))
 
     def _wanted(self, shape: GraphKey) -> torch.Tensor:
         """Return [logits] int64: the tokens whose logits are computed."""

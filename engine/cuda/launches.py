@@ -86,12 +86,11 @@ def choose(group: int, dim: int, itemsize: int, limits: LaunchLimits) -> Launche
     )
 
 
-def with_codes(launches: Launches, dim: int, capability: int) -> Launches:
-    """Return the launches of the same tiles over KV in fp8: half the keys at a time, since a thread holds codes and numbers.
-    They use less shared memory than `shared_bytes`. On Blackwell, small tiles of heads of more than 128 numbers would still
-    spill, so they have eight warps, and two programs take turns on a processor."""
-    small, large = (each._replace(keys=max(16, each.keys // 2)) for each in launches)
-    return Launches(small._replace(warps=8) if dim > 128 and capability >= 100 else small, large)
+def with_codes(launches: Launches) -> Launches:
+    """Return the launches over KV in fp8, with the same keys at a time. They use less shared memory than `shared_bytes`. Large
+    tiles have 32 rows in place of 64, where codes and numbers would not fit into the registers of a thread."""
+    small, large = launches
+    return Launches(small, large._replace(rows=32, warps=8) if large.rows == 64 and small.rows <= 32 else large)
 
 
 KEYS = {2: (64, 32, 16), 4: (32, 16)}

@@ -1,15 +1,15 @@
 """Token mixers with a state of fixed size, in Triton: causal depthwise convolution, gated delta rule, Mamba-2.
 
-A row is a run of tokens of one sequence. Its first token meets the state of the slot that the row reads (-1: zeros), and the
-state behind its last token goes to the slot that it writes (-1: none), which may be the same one. `rows` is [3, R + 1] integers
+A row is a run of tokens of one sequence. It starts from the state in the slot that it reads (-1: zeros), and writes the state
+after its last token to a slot (-1: none), which may be the same one. `rows` is [3, R + 1] integers
 in the device's memory: the first tokens of rows and the end of the last one, slots that are read, slots that are written. A row
 without tokens writes no slot; so one CUDA graph serves every step of up to R rows.
 
 One program has a part of the state of one row in its registers: it reads it once, takes the row's tokens one by one, and writes
 it once. The inputs of the next token are loaded before the current one is computed. A token takes the same operations in the
 same order wherever its row begins and ends. Sums are written as additions of two numbers each, since `tl.sum` over more adds in
-the order of the threads that hold them: halves for the rows of a state, which lie in the registers of a thread, neighbours
-for its columns, which lie side by side in a thread. The launches round every product and every sum separately.
+the order of the threads that hold them: halves for the rows of a state, which are in the registers of one thread, neighbours
+for its columns, which are adjacent in one thread. The launches round every product and every sum separately.
 
 Programs of one warp with 2,048 numbers of a state follow flash-linear-attention's `fused_recurrent_gated_delta_rule`.
 Import only if Triton is installed.

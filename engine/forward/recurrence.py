@@ -1,4 +1,4 @@
-"""Recurrent layers of unmodified transformers models, over the state slots of a step.
+"""Runs the recurrent layers of unmodified transformers models on the state slots of a step.
 
 A recurrent mixer of transformers calls two functions that mix tokens, `causal_conv1d_fn` and at most one scan; everything else
 in it is computed token by token. Both receive the keyword arguments of `model(...)`, so the step (`rollout=…`) reaches them.

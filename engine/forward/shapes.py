@@ -160,7 +160,7 @@ def first_layers(config: Any, options: dict[str, Any], layers: int, name: str) -
     least = 1 + max(kinds.index(kind) for kind in kinds)
     if layers < least or (layers % period and layers < whole):
         raise ValueError(
-            f"model {name!r}: {layers} layers are no beginning of its pattern: "
+            f"model {name!r}: {layers} layers do not fit its pattern of layers: "
             + (
                 f"take a multiple of {period}, its period"
                 if period > 1

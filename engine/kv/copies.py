@@ -1,4 +1,4 @@
-"""Runs the KV copies of a step: in line with the compute (`SyncCopies`), or on two CUDA streams (`StreamCopies`).
+"""Runs the KV copies of a step: before its forward (`SyncCopies`), or on two CUDA streams in parallel (`StreamCopies`).
 
 Both give the result that `BlockCopies` defines: each step's copies before its compute.
 """

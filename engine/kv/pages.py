@@ -116,6 +116,8 @@ class KVGeometry(NamedTuple):
         codes = shape.kv_heads * block_size * (shape.head_dim + shape.value_dim)
         if not self.fp8:
             return codes
+        if shape.head_dim % 2 or shape.value_dim % 2:
+            raise ValueError(f"kv_dtype=fp8_e4m3: heads of {shape.head_dim} and {shape.value_dim} numbers: both must be even")
         if codes % fp8.SCALE_BYTES:
             raise ValueError(
                 f"kv_dtype=fp8_e4m3 with block_size={block_size}: a layer of a block has {codes} numbers, which must be a "

@@ -212,7 +212,7 @@ class BlockTables:
 
     def truncate(self, seq: Sequence, blocks: int) -> None:
         """Release all but the first `blocks`; all, with the recurrent state, if that is of more tokens; all if the window
-        behind them is not there."""
+        before their end is missing."""
         if self.states is not None and blocks * self.block_size < seq.cached:
             blocks = 0
             self.states.drop(seq)

@@ -1,4 +1,4 @@
-"""Fairness between clients: which clients' sequences are computed, and which sequences stop for those of others.
+"""Fairness between clients: which clients' sequences run, and which sequences stop so that other clients get slots.
 
 While several clients have work, the *priority clients* are those with the highest level of credit (`credit.py`), and only they
 are computed. Among these, slots are shared evenly: a waiting client with less than its share gets slots of the client with the

@@ -46,7 +46,7 @@ def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, 
         count = tokens_to_junction(seq, count)
     if count <= 0:
         return None
-    finds_more = state.states is None or not seq.cached  # behind a state, blocks of other sequences are of no use
+    finds_more = state.states is None or not seq.cached  # with a state, blocks of other sequences cannot be used
     if seq.uncached > 1 and finds_more and computed_by_other(seq, count, planned, size, version):
         return None
     samples, expected = (seq.num_next_samples if count == seq.uncached else 0), ()

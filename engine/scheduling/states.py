@@ -1,15 +1,15 @@
 """Recurrent state of sequences: which slot a row reads, and which it writes.
 
-The state after `Sequence.cached` tokens lies in one slot. It cannot be shortened, and computing a token twice would spoil it,
-so a sequence that loses a block of its KV, or its state, loses both.
+The state after `Sequence.cached` tokens is stored in one slot. It cannot be truncated, and adding a token twice makes it wrong.
+So a sequence that loses a block of its KV, or its state, loses both.
 
     waiting   state_in: the slot of its state; other sequences may share it
     running   state_out: a slot of its own, which its rows write
               state_in: the slot that its next row reads, if it is another one
 
     fork      n children share the parent's slot; the first row of each reads it and writes a slot of its own: nothing is copied
-    snapshot  the sequence goes on in another slot and leaves the state behind, under a key, where its prompt's KV was found in
-              the prefix index further than any state. The next prompt with that prefix begins there
+    snapshot  if the prefix index has KV for more tokens of a prompt than any state covers, the sequence stores its state at
+              the end of this KV under a key, and continues in another slot. The next prompt with that prefix begins there
     shared    a slot that its only owner holds is written in place; a snapshot never is
     drafts    a row with draft tokens writes no state; the next plan advances it by the tokens that were accepted
 
@@ -154,7 +154,7 @@ class StateSlots:
 
     def has_place(self, state: Block | None) -> bool:
         """Return whether the state of a waiting sequence, together with those of the others that wait, fits into the slots that
-        are left, on the device or in host memory: else KV that is offloaded would be restored without it, in vain."""
+        are left, on the device or in host memory: else KV would be offloaded and restored without it, and could not be used."""
         if state is None or state.users or state.host is not None:
             return True
         moving = sum(block.host is None for block in self.store.idle)
@@ -202,7 +202,7 @@ class StateSlots:
         return broken
 
     def pass_junction(self, seq: Sequence) -> None:
-        """Leave a snapshot of a running sequence that has arrived at its junction. One that is behind it has none any more."""
+        """Leave a snapshot of a running sequence that has reached its junction. After it, a sequence has no junction."""
         if seq.junction and seq.junction == seq.cached:
             self._leave_snapshot(seq)
         if seq.junction <= seq.cached:

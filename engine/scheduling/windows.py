@@ -5,7 +5,8 @@
                                └──── w ────┘ └ the next token to compute
 
 Block i of both lists has the KV of the same tokens, in pools of their own; both lists end with the same block. A block that has
-left the window is released when its sequence gets a new block, forks or stops. The query of the next token, at position
+left the window is released when a row of several tokens is launched, when drafts are accepted or rejected, and when its
+sequence gets a new block, forks or stops. The query of the next token, at position
 `Sequence.cached`, attends to w positions with its own; `cached` never counts a draft that may be rejected, so a released block
 is not needed again. Until its slot is needed, the prefix index may find it.
 
@@ -92,7 +93,7 @@ class WindowBlocks:
 
     # ── cutting and finding ───────────────────────────────────────────────────────────────────────────────────────────
     def covers(self, seq: Sequence, blocks: int) -> bool:
-        """Return whether a sequence could continue behind its first `blocks` blocks."""
+        """Return whether a sequence could continue after its first `blocks` blocks."""
         first = self.first(blocks * self.block_size)
         needed = seq.window[max(0, first - seq.window_first) : max(0, blocks - seq.window_first)]
         return not blocks or (seq.window_first <= first and not any(block.lost for block in needed))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from rollout.engine.memory import Hashes
 from rollout.engine.types import TensorInfo, manifest_digest
@@ -155,6 +156,11 @@ class Digests:
         """Return the digest of a tensor as committed."""
         self.learn([name])
         return self._committed[name]
+
+    def manifest(self) -> list[TensorInfo]:
+        """List all tensors with their digests as committed."""
+        self.learn(self._inventory.tensors.keys())
+        return [replace(info, digest=self._committed[info.name]) for info in self._inventory.manifest()]
 
     def with_others(self, others: Mapping[str, str]) -> str:
         """Return what `committed` would be if some tensors had these digests."""

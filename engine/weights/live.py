@@ -244,6 +244,10 @@ class Weights:
         """`manifest_digest` of all tensors as committed."""
         return self._digests.committed
 
+    def live_manifest(self) -> list[TensorInfo]:
+        """List all tensors in the model's dtype, with their digests as committed."""
+        return self._digests.manifest()
+
     def live_digest(self) -> str:
         """Return the `manifest_digest` of the bytes in memory now. Reads every tensor."""
         *_, digest = self.read_live()

@@ -23,6 +23,7 @@ import tyro
 from rollout.bench.against import parse
 from rollout.bench.by_hand import release
 from rollout.bench.gpu_bench import Args, Bench, Rows, kept
+from rollout.bench.gpu_kernels import attention, products, profile
 from rollout.bench.gpu_runs import ipc, machine, naps, offload, refresh, workloads
 from rollout.bench.gpu_steps import decode, exact, prefill, sharing, weights
 from rollout.bench.report import figures
@@ -30,7 +31,23 @@ from rollout.config import InputError
 from rollout.engine.forward.shapes import SHAPES
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (machine, decode, prefill, exact, sharing, offload, weights, refresh, ipc, naps, workloads)
+    part.__name__: part
+    for part in (
+        machine,
+        attention,
+        products,
+        decode,
+        profile,
+        prefill,
+        exact,
+        sharing,
+        offload,
+        weights,
+        refresh,
+        ipc,
+        naps,
+        workloads,
+    )
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -144,6 +144,15 @@ class Bench:
         options = {**shared, "max_num_seqs": self.sizes.rows, **config}
         options["max_batch_tokens"] = max(options.get("max_batch_tokens", self.sizes.batch_tokens), options["max_num_seqs"])
         return EngineConfig(model=self.name, dtype=self.dtype, device=str(self.device), attention=self.attention, **options)
+
+    @property
+    def block(self) -> int:
+        """Return the tokens of a KV block."""
+        return self.settings().block_size
+
+    def tokens_in_blocks(self, mixtures: Iterable[np.ndarray]) -> int:
+        """Return the size of a KV pool for the contexts of any of these mixtures."""
+        return max(int((-(-contexts // self.block)).sum()) for contexts in mixtures) * self.block
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of this many tokens in a pool."""

@@ -67,7 +67,7 @@ def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
     speeds: dict[str, float] = {}
     for workload in kinds:
         at_once = min(bench.sizes.workload_rows, workload.prompts * workload.n)
-        ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(32), max_num_seqs=at_once)
+        ours = run_workload(bench, workload, kv_tokens=workload.kv_tokens(bench.block), max_num_seqs=at_once)
         speeds[workload.name] = ours["tokens_per_second"]
         yield ours
     for name, python in parse(bench.against)[0].items():
@@ -85,7 +85,7 @@ def in_turn(bench: Bench, kinds: list[Workload]) -> Rows:
 def other_engine(bench: Bench, kinds: list[Workload], name: str, python: str) -> Iterator[tuple[Workload, dict[str, Any], str]]:
     """Run variants of a workload in another engine. Yields (variant, row, version of the engine). Raises PeerFailed,
     BenchFailed for wrong samples, OSError."""
-    settings = bench.settings(kv_tokens=kinds[0].kv_tokens(32))
+    settings = bench.settings(kv_tokens=kinds[0].kv_tokens(bench.block))
     with bench.folder() as folder:
         setup = peer_setup(kinds[0], msgspec.structs.replace(settings, model=folder))
         with peer(name, python, setup, min(PEER_START_S, max(1.0, bench.seconds_left))) as one:
@@ -119,10 +119,10 @@ def offload(bench: Bench) -> Rows:
 
 
 def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Rows:
-    needed = bench.kv_bytes(workload.needed_kv_tokens(32))
+    needed = bench.kv_bytes(workload.needed_kv_tokens(bench.block))
     tight: dict[str, Any] = {
         "drafts": 0,  # which depend on the tokens, and the schedule on them
-        "kv_tokens": workload.kv_tokens(32),
+        "kv_tokens": workload.kv_tokens(bench.block),
         "max_num_seqs": workload.prompts * workload.n,
         "cpu_offload_gib": needed / 2**30,
     }
@@ -137,7 +137,7 @@ def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Ro
     configs = {
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
-        "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(32)},
+        "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(bench.block)},
         "not_ahead": {**tight, "advanced": msgspec.structs.replace(FUSED, mirror_ahead=False, copy_ahead=False)},
         "no_offload": alone,
     }

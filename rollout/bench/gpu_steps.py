@@ -49,11 +49,7 @@ def contexts_of(bench: Bench) -> dict[int | str, np.ndarray]:
 
 def pool_tokens(bench: Bench) -> int:
     """Return the size of a KV pool for any of these contexts."""
-    return max(int(blocks_of(contexts, 32).sum()) for contexts in contexts_of(bench).values()) * 32
-
-
-def blocks_of(contexts: np.ndarray, block_size: int) -> np.ndarray:
-    return -(-contexts // block_size)
+    return bench.tokens_in_blocks(contexts_of(bench).values())
 
 
 def forwards(bench: Bench, engine: Engine) -> Rows:
@@ -161,7 +157,7 @@ def prefill(bench: Bench) -> Rows:
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
     most = max(int(lengths.sum()) for lengths in prompts.values())
-    room = {"kv_tokens": max(int(blocks_of(each, 32).sum()) for each in prompts.values()) * 32, "max_batch_tokens": most}
+    room = {"kv_tokens": bench.tokens_in_blocks(prompts.values()), "max_batch_tokens": most}
     times: dict[tuple[str, str], float] = {}
     variants: dict[str, dict[str, Any]] = {"paged": {}, "without_graphs": {"cuda_graphs": False}}
     for variant, options in variants.items():
@@ -197,9 +193,9 @@ def sharing(bench: Bench) -> Rows:
     """Run `rollout bench sharing` with these shapes. Each step has the device's limit."""
     for shape in bench.sizes.shapes:
         rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
-        prefixes, contexts = shape.lengths(32)
+        prefixes, contexts = shape.lengths(bench.block)
         every = ForwardCost.of(np.ones(shape.rows), contexts)
-        once = every._replace(read=every.read - 32 * int(prefixes.sum()) * (shape.children - 1))
+        once = every._replace(read=every.read - bench.block * int(prefixes.sum()) * (shape.children - 1))
         for row in kept(rows):
             if "variant" in row:
                 row |= beside_limit(bench, once if row["variant"] == "shared" else every, row["step_ms"])
@@ -217,8 +213,7 @@ def weights(bench: Bench) -> Rows:
         "prefill, mixed lengths": lognormal(prefills, tokens // 2, tokens),
     }
     contexts = {**decodes, **prompts}
-    room = max(int(blocks_of(each, 32).sum()) for each in contexts.values())
-    config = {"max_num_seqs": rows, "kv_tokens": room * 32}
+    config = {"max_num_seqs": rows, "kv_tokens": bench.tokens_in_blocks(contexts.values())}
 
     def counts(name: str) -> np.ndarray:
         return np.ones(rows, np.int32) if name in decodes else prompts[name]
@@ -227,7 +222,7 @@ def weights(bench: Bench) -> Rows:
         fill(engine.worker.kv)
         timed: dict[str, tuple[float, torch.Tensor]] = {}
         for name, each in contexts.items():
-            batch = batch_of(engine, own_blocks(len(each), each, 32), each, count=counts(name))
+            batch = batch_of(engine, own_blocks(len(each), each, bench.block), each, count=counts(name))
             work: Callable[[], torch.Tensor] = partial(forward_of, engine, prepared(engine, batch))
             logits = work().clone()
             timed[name] = median_ms(bench.device, work, bench.sizes.turns), logits

@@ -1,1 +1,1 @@
-"""`rollout cache`: a proxy in front of a service that answers groups from a folder. Imports no torch. docs/cache.md."""
+"""`rollout cache`: a proxy before a service; it answers repeated groups from a folder. Imports no torch. docs/cache.md."""

@@ -1,9 +1,9 @@
-"""Answers of groups as entries of the cache: samples with the digests of the weights that made them.
+"""Encodes the answer to a group as a cache entry: samples, with the digests of the weights that generated them.
 
     samples of a group ──→ recorded ──→ bytes ──→ Answer.read ──→ Answer.frames ──→ SamplesDone with this client's names
 
-Versions are stored relative to the version that was live at the submission, and each with its digest: a sample that lived
-through a refresh is returned once the same weights are live again.
+Versions are stored relative to the version that was live at the submission, and each with its digest: a sample that was
+generated during a refresh is returned once the same weights are live again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the cache knows of each client's connection, and of its groups. Written by the proxy's thread."""
+"""State of each client's connection and of its groups. Written by the proxy's thread."""
 
 from __future__ import annotations
 

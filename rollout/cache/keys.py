@@ -1,4 +1,4 @@
-"""Names of cache entries: digests of all arguments of an answer.
+"""Keys of cache entries: digests of all arguments that determine an answer.
 
     group     weights digest ─ prompt digest ─ SHA-256(arithmetic, block size, dtype of KV, sampling with its seed, children …)
     refresh   "refresh" ─ SHA-256(digest of the weights before, manifest, adapter)
@@ -28,7 +28,7 @@ PREFIX = 16
 DIGITS = 40
 """hex digits of the digest of everything else"""
 NEUTRAL: dict[str, Any] = {"stream_every": 0, "priority": 0, "kv_ttl_s": 0.0, "deadline_s": None, "max_version_lag": None}
-"""fields of `Sampling` that change no answer that is stored"""
+"""fields of `Sampling` that change no stored answer"""
 MOST_TENSORS = 1_000_000
 """of a manifest"""
 REMEMBERED = 4096
@@ -36,7 +36,7 @@ REMEMBERED = 4096
 
 
 class NotCacheable(Exception):
-    """The answer to a group has arguments that are not known. The message says which."""
+    """A group whose answer is not stored. The message says why."""
 
 
 class KnownWeights:
@@ -50,14 +50,14 @@ class KnownWeights:
         self._incarnation = ""
 
     def welcomed(self, welcome: m.Welcome) -> None:
-        """Note the weights of a Welcome. Of another start of the service, they replace all others."""
+        """Record the weights of a Welcome. If the service has been restarted, forget all others."""
         if welcome.incarnation != self._incarnation:
             self._incarnation, self.live, self.base = welcome.incarnation, Served(), welcome.digest
             self._digests.clear()
         self.seen(Served(welcome.version, welcome.digest))
 
     def seen(self, served: Served) -> None:
-        """Note that weights are live, unless newer ones are."""
+        """Record that weights are live, unless newer ones are."""
         if served.version < self.live.version or not served.digest:
             return
         self.live = served
@@ -80,7 +80,7 @@ def group_name(submit: m.Submit, info: m.Welcome, live: Served, digest_of: Calla
     if submit.redraw:
         raise NotCacheable("a verification is computed each time")
     if sampling.seed is None and sampling.temperature > 0:
-        raise NotCacheable("it has no Sampling.seed, so each of its answers is another one")
+        raise NotCacheable("it has no Sampling.seed, so each of its answers differs")
     fields = (
         info.arithmetic, info.block_size, info.kv_dtype, info.vocab_size, sorted(info.eos_token_ids), live.digest,
         len(submit.prompt), prompt_digest(submit.prompt), _plain(sampling), submit.indices, submit.score,

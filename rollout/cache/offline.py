@@ -1,5 +1,5 @@
-"""In place of a service: answers a client from what the cache has recorded, without a model. Groups and refreshes that were not
-recorded are refused."""
+"""Answers clients from the recorded entries alone, without a service or a model. Refuses groups and refreshes that were not
+recorded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class OfflineWeights:
         if data is None:
             raise WeightsRefused(
                 f"offline: these weights (version {version}, after {live.digest[:16]}…) were never live while the cache "
-                "recorded: the run parts from the recorded one before this refresh"
+                "recorded: the run diverged from the recorded one before this refresh"
             )
         return version, data.decode()
 

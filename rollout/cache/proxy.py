@@ -1,4 +1,4 @@
-"""The proxy: one connection to the service for each client, and answers from the folder in between.
+"""The proxy: forwards messages between each client and the service, and answers repeated groups from the folder.
 
     client ──Submit──→ CacheProxy ──hit──→ SamplesDone from the folder
                            └──miss──→ service ──SamplesDone──→ client, and, when the group is complete, the folder
@@ -33,7 +33,7 @@ Connect = Callable[[Callable[[Arrived], None]], UpstreamLike]
 """opens a client's connection to the service. Its argument takes what arrives, in any thread"""
 
 HOLD_S = 10.0
-"""for which an answer waits for the weights of a refresh that it lived through; then the group is computed"""
+"""for which an answer that was generated during a refresh waits for the weights after it; then the group is computed"""
 SILENT_S = 30.0
 """without a message of a client, until its connection counts as ended"""
 LEAST_S = 1e-6
@@ -116,7 +116,7 @@ class CacheProxy:
         if isinstance(message, m.Hello):
             client = self._greeted(id, client, message)
         if client is None:
-            self._end.send(id, pack(m.Refused("no_session", "say Hello first")))
+            self._end.send(id, pack(m.Refused("no_session", "send Hello first")))
             return
         client.last_received_at = time.monotonic()
         if not (isinstance(message, m.Submit) and self._submitted(client, message, frames)):
@@ -193,7 +193,7 @@ class CacheProxy:
         for held in waiting:
             awaited = held.answer.awaits(held.version, self.weights.digest)
             if awaited is None or now - held.at > HOLD_S:
-                why = "it lived through a refresh, " + ("which has not come" if awaited else "which has other weights now")
+                why = "it was generated during a refresh, " + ("which was not sent" if awaited else "whose weights differ now")
                 self._missed(held.client, held.submit, why)
                 self._compute(held, why)
             elif awaited > self.weights.live.version:

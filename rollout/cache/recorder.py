@@ -1,4 +1,4 @@
-"""What passes between clients and the service, as entries of the folder: groups, refreshes, and the service's Welcome."""
+"""Stores groups, refreshes and the service's Welcome as entries of the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of entries that are bounded in bytes, evicted by last use, and checked by their digest when they are read.
+"""A folder of entries: bounded in bytes, evicted by last use (LRU), verified by a digest at each read.
 
     get(name) -> data, or None        put(name, data)        DIR/ab/NAME: MAGIC, SHA-256 of name and data, data
 
@@ -89,7 +89,7 @@ class FolderStore:
             path.parent.mkdir(exist_ok=True)
             new.write_bytes(_head(name, data) + data)
             new.rename(path)
-        except OSError as error:  # a full disk: groups are answered all the same
+        except OSError as error:  # a full disk: groups are answered nevertheless
             new.unlink(missing_ok=True)
             self.unwritten += 1
             log.error("cache entry cannot be written entry=%s reason=%r", name, str(error))

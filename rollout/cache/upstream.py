@@ -1,4 +1,4 @@
-"""A client's connection to the service behind the cache: a thread sends what it is given, and hands on what arrives."""
+"""A client's connection to the service behind the cache, in a thread that sends and receives messages."""
 
 from __future__ import annotations
 

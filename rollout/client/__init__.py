@@ -1,8 +1,8 @@
 """The client: submits groups, receives samples, sends weights. Imports neither torch nor an engine.
 
-api, aio ──→ base ──→ session ──→ link ──→ pending ──→ handle
-               │                   └─→ connection
-               └─→ text, refresh, lora, verification ──→ receipts
+api (with proofs), aio ──→ base ──→ session ──→ link ──→ pending ──→ handle
+                             │                    └─→ connection
+                             └─→ text, refresh, lora, replaying ──→ verification ──→ receipts
 """
 
 from rollout.client.aio import AsyncRolloutClient
@@ -12,6 +12,7 @@ from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import RefreshHandle
+from rollout.client.replaying import Change, Reproduced
 from rollout.client.streams import SampleStream
 from rollout.client.verification import Verified
 
@@ -19,10 +20,12 @@ __all__ = [
     "AsyncHandle",
     "AsyncRefreshHandle",
     "AsyncRolloutClient",
+    "Change",
     "Handle",
     "LinkTiming",
     "Receipt",
     "RefreshHandle",
+    "Reproduced",
     "RolloutClient",
     "SampleStream",
     "Verified",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from rollout.client.async_handle import AsyncGeneration, AsyncHandle, AsyncRefreshHandle, answer_async
@@ -21,6 +21,7 @@ from rollout.client.base import BaseClient
 from rollout.client.lora import AdapterSource
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import NamedTensors, RefreshRequest
+from rollout.client.replaying import Change, MakeLive, Reproduced, next_step
 from rollout.client.submission import (
     Samples,
     TokenIds,
@@ -47,7 +48,7 @@ class AsyncRolloutClient(BaseClient):
     `submit` and its relatives return at once; `await` their handles. Cancelling a task that waits for samples, also by
     `asyncio.timeout`, aborts its groups. One client may serve several event loops.
 
-    A prompt of text needs the tokenizer, which the first one loads: seconds in which the event loop stands still, except in
+    A prompt of text needs the tokenizer, which the first one loads: this blocks the event loop for seconds, except in
     `generate`, `generate_groups` and `score`, which load it in a thread.
 
     The arguments are those of `RolloutClient`; `connect_timeout_s` bounds the wait at the start of the block."""
@@ -207,6 +208,30 @@ class AsyncRolloutClient(BaseClient):
                 generation.submit_all(check.groups)
             drawn = [sample async for group in generation.groups(timeout) for sample in group]
         return [check.judge(drawn) for check in checks]
+
+    async def replay(
+        self,
+        receipts: Sequence[Receipt],
+        prompts: Sequence[Prompt],
+        *,
+        weights: Mapping[int, NamedTensors] | None = None,
+        ends: Sequence[tuple[int, str]] | None = None,
+        change: Change | None = None,
+        timeout: float | None = None,
+    ) -> list[Reproduced]:
+        """Make samples again from their receipts. As `RolloutClient.replay`."""
+        given = {} if weights is None else weights
+        replay = self._session.replaying(receipts, await self._text.all_ids_async(prompts), given, ends, change)
+        steps = replay.steps()
+        done: Refreshed | list[Sample] | None = None
+        while (step := next_step(steps, done)) is not None:
+            if isinstance(step, MakeLive):
+                done = await self.refresh(given[step.version], kv="keep")
+                continue
+            with AsyncGeneration(self._session.submit, self._wakeups) as generation:
+                generation.submit_all(step)
+                done = [sample async for group in generation.groups(timeout) for sample in group]
+        return replay.results
 
     def _submit(self, group: Group) -> AsyncHandle:
         return AsyncHandle(lambda on_change: self._session.submit(group, on_change), self._wakeups)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from rollout.client.base import BaseClient
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.lora import AdapterSource
+from rollout.client.proofs import ProvingClient
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, answer
+from rollout.client.replaying import Change, Reproduced
 from rollout.client.streams import Generation
 from rollout.client.submission import (
     Samples,
@@ -37,11 +38,13 @@ from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
 
 __all__ = [
+    "Change",
     "Handle",
     "PartialSample",
     "Receipt",
     "RefreshHandle",
     "Refreshed",
+    "Reproduced",
     "RolloutClient",
     "Sample",
     "Sampling",
@@ -49,7 +52,7 @@ __all__ = [
 ]
 
 
-class RolloutClient(BaseClient):
+class RolloutClient(ProvingClient):
     """Connects to a rollout service. Thread-safe. One background thread sends, receives and exchanges heartbeats, so the
     trainer may compute for as long as it needs.
 
@@ -288,51 +291,6 @@ class RolloutClient(BaseClient):
         they were aborted before. Otherwise as `score` and `submit`."""
         ids, texts = self._text.ids(prompt), self._text.completion_ids(completions)
         return self._session.submit(scored_group(self._session.group_id(group_id), ids, texts, sampling))
-
-    def verify(
-        self,
-        samples: Samples,
-        prompt: Prompt,
-        sampling: Sampling,
-        *,
-        receipts: Sequence[Receipt] | None = None,
-        timeout: float | None = None,
-    ) -> list[Verified]:
-        """Compute samples of one group again, as one prefill, and draw each token again with its own counter. Returns one
-        result for each sample, in their order. The prompt is prefilled once.
-
-        Args:
-            samples: of this service or another one. Those of other weights or of another arithmetic than this service has now
-                cannot be verified here (`Verified.ok` is None).
-            prompt, sampling: those of their group. With a seed in `sampling`, a child has one right sample; without one, the
-                samples' own seeds are used, and a choice among many of them is not noticed.
-            receipts: one for each sample; None: they were generated with this service's arithmetic and weights.
-            timeout: maximum seconds.
-
-        Raises InvalidRequest for arguments that no group can have, GroupFailed if the service aborted the verification,
-        ServiceLost, RequestTimeout."""
-        given = None if receipts is None else [receipts]
-        mine = [samples] if isinstance(samples, Sample) else samples
-        (verdicts,) = self.verify_groups([mine], [prompt], sampling, receipts=given, timeout=timeout)
-        return verdicts
-
-    def verify_groups(
-        self,
-        groups: Sequence[Sequence[Sample]],
-        prompts: Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling],
-        *,
-        receipts: Sequence[Sequence[Receipt]] | None = None,
-        timeout: float | None = None,
-    ) -> list[list[Verified]]:
-        """Verify several groups at once. prompts: one for each group; sampling: for all groups, or one each; timeout: maximum
-        seconds for one group. Otherwise as `verify`."""
-        checks = self._session.checks(groups, self._text.all_ids(prompts), sampling, receipts)
-        with Generation(self._session.submit) as generation:
-            for check in checks:
-                generation.submit_all(check.groups)
-            drawn = [sample for group in generation.groups(timeout) for sample in group]
-        return [check.judge(drawn) for check in checks]
 
     # the service, for all clients
 

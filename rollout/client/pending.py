@@ -289,7 +289,7 @@ class PendingRequests:
         return (frames for frames, future, _ in self._open.values() if not future.cancelled())
 
     def answer(self, request_id: int, result: Any) -> None:
-        """Complete a request with its answer, the content of a StatusReply, or an error. An answer of another kind is an error.
+        """Complete a request with its answer, the content of a StatusReply, or an error. An answer of another type is an error.
         Ignored if the request was answered or cancelled before."""
         if isinstance(result, Applied):
             self.weights.add(Served(result.refreshed.version, result.refreshed.digest))

@@ -124,7 +124,7 @@ def receipt_of(sample: Sample, prompt: TokenIds, sampling: Sampling, info: Welco
             f"prompt of {len(ids)} tokens, the sample has prompt_tokens={sample.prompt_tokens}: give the prompt of its group"
         )
     if sample.finish_reason == "scored":
-        raise InvalidRequest("the tokens of this sample were given and not drawn: it has no receipt")
+        raise InvalidRequest("the tokens of this sample were given, not sampled: it has no receipt")
     used = {version for _, version in sample.weight_versions} | {version for _, _, version in sample.kv_versions}
     return Receipt(
         arithmetic=info.arithmetic,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, cast, get_args
 
@@ -16,7 +16,8 @@ from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.receipts import Receipt, receipt_of
-from rollout.client.submission import TokenIds, check_budget, checked, seeded, sendable
+from rollout.client.replaying import TTL_S, Change, Replay, Way
+from rollout.client.submission import TokenIds, check_budget, checked, seeded, sendable, token_array
 from rollout.client.verification import GroupCheck, Here
 from rollout.engine.types import Group, Limits, Sample, Sampling, Served, Tag
 from rollout.transport import messages as m
@@ -120,6 +121,20 @@ class ClientSession:
             GroupCheck(mine, prompt, one, given, here, lambda: self.group_id(None))
             for mine, prompt, one, given in zip(groups, prompts, samplings, own, strict=True)
         ]
+
+    def replaying(
+        self,
+        receipts: Sequence[Receipt],
+        prompts: Sequence[TokenIds],
+        known: Iterable[int],
+        ends: Sequence[tuple[int, str]] | None,
+        change: Change | None,
+    ) -> Replay:
+        """Make the replay of receipts. known: versions whose weights were given. Raises InvalidRequest."""
+        weights, most = self.link.weights, self.info.limits.max_kv_ttl_s
+        here = Here(self.info, weights.live.version, weights.digest)
+        way = Way(here, frozenset(known), min(TTL_S, most), lambda: self.group_id(None))
+        return Replay(receipts, [token_array(prompt) for prompt in prompts], way, ends, change)
 
     def status(self) -> Future[dict[str, Any]]:
         """Ask for the service's status."""

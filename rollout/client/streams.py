@@ -107,3 +107,10 @@ class Generation(CallGroups):
     def _arrive(self, handle: Handle, samples: Sequence[Sample] | None) -> None:
         for sample in [None] if samples is None else samples:
             self._arrived.put((handle, sample))
+
+
+def finished(submit: Callable[[Group, OnChange], Handle], groups: Iterable[Group], timeout: float | None) -> list[Sample]:
+    """Send groups and wait for all of them. timeout: seconds per group. Returns the samples."""
+    with Generation(submit) as generation:
+        generation.submit_all(groups)
+        return [sample for group in generation.groups(timeout) for sample in group]

@@ -1,4 +1,4 @@
-"""Verification: the tokens of samples are computed again as one prefill, and each is drawn again with its own counter.
+"""Verification: computes the tokens of samples again as one prefill, and samples each position again with its random number.
 
     samples ──→ GroupCheck ──→ groups to redraw ──→ service ──→ draws ──→ GroupCheck.judge ──→ Verified
 
@@ -25,7 +25,7 @@ from rollout.transport.messages import Welcome
 BATCH = "/batch"
 """in the name of an arithmetic whose bits depend on the batch"""
 COLUMNS = ("logprobs", "raw_logprobs", "top_ids", "top_logprobs", "routed_experts")
-"""arrays of a sample that are compared beside its tokens"""
+"""arrays of a sample that are compared, in addition to its tokens"""
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ class GroupCheck:
         info, sampling = self._here.info, self._sampling
         bounds = Bounds(info.vocab_size, frozenset(info.eos_token_ids), routing=info.routing)
         if sample.finish_reason == "scored":
-            return _unknown(sample, "its tokens were given and not drawn")
+            return _unknown(sample, "its tokens were given, not sampled")
         try:
             check_sample(sample, Group(sample.group_id, self._prompt, sampling), None, bounds)
         except ValueError as error:
@@ -155,7 +155,7 @@ class GroupCheck:
             if (theirs := getattr(receipt, name)) != (ours := getattr(info, name)):
                 return f"it was sampled with {name} {theirs}, this service has {ours}"
         if len(versions) > 1 or sample.kv_versions:
-            return f"it lived through a refresh: {sample.versions}" + ", and KV of others" * bool(sample.kv_versions)
+            return f"it was generated during a refresh: {sample.versions}" + ", and KV of others" * bool(sample.kv_versions)
         live = self._here.version
         if versions and versions != {live}:
             return f"it was sampled from {sample.versions} of the weights, version {live} is live"
@@ -201,22 +201,22 @@ def compare(sample: Sample, again: Sample, sampling: Sampling, ends: frozenset[i
         return _wrong(sample, name, f"{name}[{at}] is {got}, computed again it is {expected}", at, expected, got)
     if length < len(sample.token_ids):
         got = int(sample.token_ids[length])
-        return _wrong(sample, "token_ids", f"its token {length - 1} ends it, and it has more", length, None, got)
+        return _wrong(sample, "token_ids", f"token {length - 1} ends the sample, but more tokens follow", length, None, got)
     stopped = length > sampling.min_tokens and (again.stopped_by is not None or int(tokens[-1]) in ends)
     return _compare_ends(sample, again, stopped)
 
 
 def _compare_ends(sample: Sample, again: Sample, stopped: bool) -> Verified:
     """Compare how a sample and its tokens drawn again have ended. stopped: the last token ends the child."""
-    # a child that ended by itself in the step in which enough others had ended is cut all the same
+    # a child that ended by itself in the step in which enough others had ended is cut nevertheless
     if sample.finish_reason == "stop" and not stopped:
-        return _wrong(sample, "finish_reason", "none of its tokens ends it", expected=None, got="stop")
+        return _wrong(sample, "finish_reason", "none of its tokens ends the sample", expected=None, got="stop")
     for name in ("stopped_by", "text_end") if sample.finish_reason == "stop" else ():
         expected, got = getattr(again, name), getattr(sample, name)
         if expected != got:
             return _wrong(sample, name, f"{name} is {got!r}, computed again it is {expected!r}", None, expected, got)
     if sample.finish_reason == "length" and stopped:
-        return _wrong(sample, "finish_reason", "its last token ends it", expected="stop", got="length")
+        return _wrong(sample, "finish_reason", "its last token ends the sample", expected="stop", got="length")
     return _right(sample)
 
 

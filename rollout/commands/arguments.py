@@ -33,6 +33,12 @@ class ServeArgs(msgspec.Struct, kw_only=True):
     """bind address of --service.endpoint; any other than loopback needs --service.keys"""
     journal: str | None = None
     """short for --service.journal"""
+    ledger: str | None = None
+    """short for --service.ledger"""
+    ledger_prompts: bool = False
+    """short for --service.ledger-prompts"""
+    ledger_tokens: bool = False
+    """short for --service.ledger-tokens"""
     metrics_port: int | None = None
     """short for --tracking.metrics-port"""
     replicas: int | None = None
@@ -252,7 +258,7 @@ class HttpArgs(msgspec.Struct, kw_only=True):
 
 
 class CacheArgs(msgspec.Struct, kw_only=True):
-    """Answer groups that were seen before from a folder, and pass all others to a service. docs/cache.md"""
+    """Answer repeated groups from a folder, and forward all others to a service. docs/cache.md"""
 
     address: tyro.conf.Positional[str] = DEFAULT_ENDPOINT
     """address of the service, or a connection file"""
@@ -366,7 +372,7 @@ DESCRIPTIONS = {
     "fleet": "change the replicas of a running fleet",
     "keys": "create and revoke keys",
     "http": "serve HTTP APIs in front of a running service",
-    "cache": "answer groups that were seen before, without computing them",
+    "cache": "answer repeated groups from a folder, without computing them",
     "bench": "run named workloads and print a table",
     "demo": "start a small model and print its answers",
 }
@@ -465,6 +471,19 @@ def with_journal(config: Config, journal: str | None) -> Config:
     if journal is None:
         return config
     return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, journal=journal))
+
+
+def with_ledger(config: Config, args: ServeArgs) -> Config:
+    """Lay the short flags of the ledger over the configuration. Raises InputError."""
+    short = {
+        "ledger": args.ledger or config.service.ledger,
+        "ledger_prompts": args.ledger_prompts or config.service.ledger_prompts,
+        "ledger_tokens": args.ledger_tokens or config.service.ledger_tokens,
+    }
+    try:
+        return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, **short))
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def with_metrics_port(config: Config, port: int | None) -> Config:

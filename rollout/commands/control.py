@@ -79,7 +79,7 @@ def refresh(client: RolloutClient, args: RefreshArgs) -> None:
 def hold(client: RolloutClient, what: str, undone: str, states: tuple[str, ...], wait: Callable[[float], Any]) -> int:
     """Stay connected until Ctrl-C, or until the service has left the state. Returns the exit status."""
     try:
-        tell(f"{what}; Ctrl-C, or any client that asks for it, {undone} it")
+        tell(f"{what}; Ctrl-C, or a request of any client, {undone} it")
         while True:
             with suppress(Forbidden):  # a key without the role read: only Ctrl-C ends it
                 if (now := client.status()["state"]) not in states:

@@ -6,6 +6,7 @@ DISTRIBUTION = "rl-rollout"
 EXTRA_OF = {
     "transformers": "text",
     "jinja2": "text",
+    "tqdm": "text",
     "torch": "serve",
     "accelerate": "serve",
     "gguf": "serve",

@@ -74,8 +74,8 @@ def engine_lines(status: Mapping[str, Any], threads: int | None) -> list[str]:
         lines.append(f"KV for {kv_size(kv, 'device')} on the device, {kv_size(kv, 'host')} in host memory")
     if (windows := status.get("windows", {})).get("device_blocks"):
         sizes = [gib(windows[f"{pool}_blocks"] * windows["block_bytes"]) for pool in ("device", "host")]
-        held = f"{windows['window_layers']} layers hold {windows['window_tokens']:,} tokens of a sequence"
-        lines.append(f"{held}, their windows, in another {sizes[0]} on the device and {sizes[1]} in host memory")
+        layers = f"{windows['window_layers']} layers with a window of {windows['window_tokens']:,} tokens"
+        lines.append(f"KV of {layers}: another {sizes[0]} on the device and {sizes[1]} in host memory")
     if slots := status.get("states", {}).get("slots", 0):
         lines.append(f"{slots} slots of recurrent state, {bytes_of(status['states']['bytes'])} each")
     return lines

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.commands import lines
-from rollout.commands.arguments import ServeArgs, with_address, with_journal, with_metrics_port, with_model
+from rollout.commands.arguments import ServeArgs, with_address, with_journal, with_ledger, with_metrics_port, with_model
 from rollout.commands.progress import Phases, nothing, write_line
 from rollout.commands.starting import Stopper, open_journal, start
 from rollout.config import Config, InputError
@@ -43,7 +43,7 @@ def run(args: ServeArgs) -> int:
         service = stack.enter_context(opened(config, stop, progress))
         stop.serves(service.stop, lambda: lines.stopping_line(service.unfinished))
         progress.close()
-        with suppress(BrokenPipeError):  # whoever started it need not read on
+        with suppress(BrokenPipeError):  # the parent may have closed the pipe
             print(f"rollout: serving {config.engine.model} at {service.endpoint}, {lines.clients_of(config)}", flush=True)
         progress.say(f"ready in {progress.seconds:.1f} s; Ctrl-C stops it")
         for line in lines.next_lines(service.endpoint, config):
@@ -101,7 +101,7 @@ def configured(args: ServeArgs) -> Config:
     if args.positional and args.model is not None:
         raise InputError(f"{args.positional} and --model {args.model}: give the model once")
     config = with_address(with_model(args.settings, args.positional or args.model), args.host, args.port)
-    config = with_metrics_port(with_journal(config, args.journal), args.metrics_port)
+    config = with_metrics_port(with_ledger(with_journal(config, args.journal), args), args.metrics_port)
     short = {"replicas": args.replicas, "listen_replicas": args.listen_replicas, "join": args.join, "ray": args.ray}
     try:
         fleet = msgspec.structs.replace(config.fleet, **{name: value for name, value in short.items() if value is not None})

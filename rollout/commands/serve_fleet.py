@@ -20,7 +20,7 @@ import xxhash
 from rollout import models
 from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
-from rollout.commands.starting import listen
+from rollout.commands.starting import listen, open_ledger
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.types import Limits, Served
@@ -53,6 +53,9 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         try:
             # so that a port in use, or unusable keys, are reported before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
+            ledger = open_ledger(config)
+            if ledger is not None:
+                stack.callback(ledger.close)
             joins, launcher = make_replicas(config)
             sinks = open_sinks(config.tracking, config.engine.model)
             progress.begin(f"waiting for {described(config)}")
@@ -75,7 +78,7 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
                 fleet.open(count=1 if survivors else config.fleet.replicas, patient=survivors, report=ready)
             else:
                 fleet.open(math.inf, count=1, patient=True, report=ready)
-            service = listen(config, fleet, journal, Tracker(config.tracking, sinks), progress)
+            service = listen(config, fleet, journal, ledger, Tracker(config.tracking, sinks), progress)
         except ServiceLost as error:
             raise CannotServe(f"{error.message}; the reason is above") from error
         fleet.inbox.wake = service.wake
@@ -184,7 +187,10 @@ def replica_command(toml: Path, folder: RouterFolder, name: str) -> list[str]:
 def replica_config(config: Config, engine: EngineConfig) -> Config:
     """Return the configuration of a replica: clients and metrics are the router's."""
     alone_s = None if config.service.journal is None else config.fleet.router_grace_s
-    service = msgspec.structs.replace(config.service, keys=None, journal=None, exit_without_clients_s=alone_s)
+    service = msgspec.structs.replace(
+        config.service, keys=None, journal=None, ledger=None, ledger_prompts=False, ledger_tokens=False,
+        exit_without_clients_s=alone_s,
+    )  # fmt: skip
     return msgspec.structs.replace(config, engine=engine, service=service, tracking=TrackingConfig(), fleet=FleetConfig())
 
 

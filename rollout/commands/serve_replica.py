@@ -61,6 +61,8 @@ def for_router(config: Config, keys: ClientKeys | None, folder: Path) -> tuple[C
         raise InputError("--service.keys with --join: leave it out; a replica makes its own keys, which admit only the router")
     if service.journal is not None:
         raise InputError("--service.journal with --join: leave it out; the router has the clients and the journal")
+    if service.ledger is not None:
+        raise InputError("--service.ledger with --join: leave it out; the router has the clients and the ledger")
     assert router is not None
     endpoint = service.endpoint
     if endpoint == DEFAULT_ENDPOINT:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollout.service.engine_api import EngineLike
     from rollout.service.journal import Journal
     from rollout.service.loop import Service
+    from rollout.service.recording import Ledger
 
 
 Make = Callable[[Config, Phases], Any]
@@ -43,30 +44,38 @@ def start(config: Config, progress: Phases, make: Make | None = None) -> tuple[E
         try:
             # report a port in use, or unusable keys or journal, before a model is loaded
             ServiceEnd(config.service.endpoint, config.limits, config.service.keys).close()
-            journal = open_journal(config)
-            if journal is not None:
-                started.callback(journal.close)
+            journal, ledger = open_journal(config), open_ledger(config)
+            for file in (journal, ledger):
+                if file is not None:
+                    started.callback(file.close)
             sinks = open_sinks(config.tracking, config.engine.model)
             for sink in sinks:
                 started.callback(sink.close)
             engine = (make or load)(config, progress)
             tracker = make_tracker(config.tracking, sinks, engine)
-            service = listen(config, engine, journal, tracker, progress)
+            service = listen(config, engine, journal, ledger, tracker, progress)
         except ValueError as error:  # a configuration that this model or machine cannot serve
             raise InputError(str(error)) from error
         started.pop_all()  # the service closes them
     return engine, service
 
 
-def listen(config: Config, engine: EngineLike, journal: Journal | None, tracker: Tracker, progress: Phases) -> Service:
-    """Make the service of an engine or a fleet; it closes the journal and the tracker. Raises ValueError."""
+def listen(
+    config: Config,
+    engine: EngineLike,
+    journal: Journal | None,
+    ledger: Ledger | None,
+    tracker: Tracker,
+    progress: Phases,
+) -> Service:
+    """Make the service of an engine or a fleet; it closes the journal, the ledger and the tracker. Raises ValueError."""
     from rollout.service.loop import open_service
 
     progress.begin("computing the digest of the weights")
     live_of(engine)  # computes the digest of the weights now, so that no client waits for it
     name = config.service.served_model_name or config.engine.model
     served = msgspec.structs.replace(config.service, served_model_name=name)
-    return open_service(engine, served, journal=journal, tracker=tracker)
+    return open_service(engine, served, journal=journal, ledger=ledger, tracker=tracker)
 
 
 def open_journal(config: Config) -> Journal | None:
@@ -74,6 +83,17 @@ def open_journal(config: Config) -> Journal | None:
     from rollout.service.journal import Journal
 
     return None if config.service.journal is None else Journal(config.service.journal, config.engine.model)
+
+
+def open_ledger(config: Config) -> Ledger | None:
+    """Open the ledger, if one is configured. Raises InputError."""
+    from rollout.ledger.writer import LedgerWriter
+
+    service = config.service
+    if service.ledger is None:
+        return None
+    most_bytes = int(service.ledger_gib * 2**30)
+    return LedgerWriter(service.ledger, most_bytes, prompts=service.ledger_prompts, tokens=service.ledger_tokens)
 
 
 def load(config: Config, progress: Phases) -> Engine:

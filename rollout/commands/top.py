@@ -76,7 +76,7 @@ def sparkline(values: deque[float]) -> str:
 
 
 def bar(used: int, cached: int, size: int) -> Text:
-    """Draw a pool: █ held by sequences, ▒ prefix cache only, ░ free. Whatever is there at all shows."""
+    """Draw a pool: █ held by sequences, ▒ prefix cache only, ░ free. A part above zero gets at least one cell."""
 
     def cells(blocks: int) -> int:
         return max(round(BAR * blocks / size), int(blocks > 0)) if size else 0

@@ -169,7 +169,7 @@ def _tree(shape: tuple[int, int], mask: torch.Tensor, block_size: int) -> BatchL
             path = np.flatnonzero(sees[leaf])
             inside = sees[np.ix_(path, path)]
             if not np.array_equal(inside, np.tri(len(path), dtype=bool)) or sees[path].sum() != inside.sum():
-                raise ValueError("attention_mask: a token must see itself and exactly the tokens that its predecessor sees")
+                raise ValueError("attention_mask: each token must attend to itself and to what the token before it attends to")
             paths.append(path + row * shape[1])
     if not paths or len(np.unique(np.concatenate(paths))) != int(seen.any(-1).sum()):
         raise ValueError("attention_mask: some tokens belong to no sequence")

@@ -47,7 +47,7 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     Raises ValueError where this machine does not have that arithmetic, for a service that keeps KV in fp8, which no trainer's
     forward does, or whose numbers depend on the batch (`/batch`), for reduced precision of fp32 products, for another device,
     and for products that are no plain nn.Linear's, router's or experts' (quantised); NativeUnavailable or TritonUnavailable
-    where the attention cannot be had. The model is as it was then. Called under autocast, an exact model raises ValueError."""
+    if the attention is not available. The model is unchanged then. Under autocast, an exact model raises ValueError."""
     if arithmetic is not None and without_fp8(arithmetic) != arithmetic:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose KV is in fp8, and a trainer's forward has none: start "
@@ -56,7 +56,7 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     if arithmetic is not None and "/batch" in arithmetic:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose numbers depend on the batch (its status says why: "
-            "computed_by_reason): no trainer has them to the bit, weigh its samples by their importance ratios instead"
+            "computed_by_reason): no trainer can compute the same bits; weight its samples by their importance ratios"
         )
     if arithmetic is not None and arithmetic.endswith(TREE):
         return _use_exact_with_trees(model, without_tree(arithmetic), block_size, threads)
@@ -141,11 +141,11 @@ def _probe(model: Any) -> Callers:
 
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
-    wanted = on_device.arithmetic_of(model)
+    wanted = on_device.arithmetic_of(model, model.device)
     if arithmetic not in (None, wanted):
         raise ValueError(
-            f"the service computes with arithmetic {arithmetic!r}, a trainer on CUDA with {wanted}: start the "
-            "service with device = cuda and exact = true"
+            f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
+            "cuda and exact = true, on GPUs of the trainer's compute capability and with its minor version of Triton"
         )
     attends = use_exact_attention(model, block_size)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rollout.engine.cuda import exact
+from rollout.engine.cuda.attention import arithmetic_on
 from rollout.engine.cuda.exact import make_exact, make_plain
 from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
@@ -19,15 +20,13 @@ from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.recurrence import CONV, names_in_forward
 from rollout.exact.recurrence import use_exact_recurrence_on_device
 
-ARITHMETIC = f"{exact.ARITHMETIC}+{TritonAttention.arithmetic}"
-"""of a service on CUDA with `exact = true`, for a model without recurrent layers"""
-WITH_STATES = f"{exact.ARITHMETIC}+{TritonMixers.arithmetic}+{TritonAttention.arithmetic}"
-"""with recurrent layers"""
 
-
-def arithmetic_of(model: torch.nn.Module) -> str:
-    """Return the arithmetic of a service of a model."""
-    return WITH_STATES if any(CONV in names_in_forward(each) for each in model.modules()) else ARITHMETIC
+def arithmetic_of(model: torch.nn.Module, device: torch.device) -> str:
+    """Return the arithmetic of a service of a model on such a device with `exact = true`. Raises TritonUnavailable (a
+    ValueError)."""
+    recurrent = any(CONV in names_in_forward(each) for each in model.modules())
+    parts = [exact.ARITHMETIC, *([TritonMixers.arithmetic] if recurrent else []), arithmetic_on(device)]
+    return "+".join(parts)
 
 
 Heads = tuple[int, int, int, int, int]

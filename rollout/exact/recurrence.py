@@ -32,7 +32,9 @@ def use_exact_recurrence(model: nn.Module, threads: int | None, isa: str) -> Cal
     ValueError if the model has mixers and isa is "torch", whose numbers depend on where a sequence is cut."""
     mixers = [each for each in model.modules() if CONV in names_in_forward(each)]
     if mixers and isa == "torch":
-        raise ValueError("recurrent layers by torch have no bits of their own: start the service with an isa that has kernels")
+        raise ValueError(
+            "the bits of torch's recurrent layers depend on the batch: start the service with an isa that has kernels"
+        )
     return compute_by(RecurrenceKernels(isa, threads), mixers) if mixers else lambda: None
 
 

@@ -6,7 +6,7 @@
 
 Only the choice is replayed. The weights of the chosen experts come from the trainer's own scores, normalised and scaled by its
 own router, so the router keeps its gradient (R3, arXiv 2510.11370). Every router of transformers that is supported chooses by
-one call of `topk` over the scores of all experts, whatever it does before and after it, so this call alone is answered:
+one call of `topk` over the scores of all experts, so only the result of this call is replaced:
 
     topk(scores [tokens, experts], k)  ──►  scores.gather(-1, routes), routes
 """
@@ -91,7 +91,7 @@ def flat_routes(routes: torch.Tensor | np.ndarray, layers: int) -> torch.Tensor:
 
 
 def router_of(model: nn.Module, experts: ExpertsLayer) -> tuple[str, nn.Module]:
-    """Return name and module of the router of a module of experts: the module beside it whose forward calls `topk`. Raises
+    """Return name and module of the router of a module of experts: the module next to it whose forward calls `topk`. Raises
     NoRoutes."""
     parent = experts.name.rpartition(".")[0]
     beside = [
@@ -102,7 +102,7 @@ def router_of(model: nn.Module, experts: ExpertsLayer) -> tuple[str, nn.Module]:
     kind = type(model).__name__
     if len(beside) != 1:
         found = ", ".join(name for name, _ in beside) or "none"
-        raise NoRoutes(f"{kind}: the router of {experts.name} is not a module beside it that calls topk; found {found}")
+        raise NoRoutes(f"{kind}: the router of {experts.name} is not a module next to it that calls topk; found {found}")
     return beside[0]
 
 

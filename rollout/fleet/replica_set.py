@@ -280,7 +280,7 @@ class ReplicaSet:
             replica.set_state(State.SERVING, "it has the live weights")
             self.none_since = None
         elif replica.version >= weights.version:
-            self.lose(replica, f"its weights are other ones: {replica.version} {replica.digest[:12]}, not {weights.version}")
+            self.lose(replica, f"its weights differ: {replica.version} {replica.digest[:12]}, not {weights.version}")
         else:
             what = "waits for a refresh" if weights.lost else f"gets {weights.version}"
             replica.set_state(State.STALE, f"it has version {replica.version} and {what}")

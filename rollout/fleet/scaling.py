@@ -1,4 +1,4 @@
-"""Changes of a fleet that an administrator asks for: more or fewer replicas, one drained, all restarted in turn."""
+"""Commands of an administrator to a fleet: change the number of replicas, drain one, restart all one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handle of a replica process that an earlier router started, which was killed."""
+"""Handle of a replica process whose router was killed, for the router that was started after it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Tool(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """Fields that every message must have, whatever else the template reads."""
+    """Fields that every message must have; the template may read others."""
 
     role: str
     content: str | list[Any] | None = None

@@ -68,7 +68,7 @@ class ServiceWeights:
         """Nothing to do, see `pause`."""
 
     def destroy(self) -> None:
-        """The client belongs to whoever made it."""
+        """Do nothing: the caller closes the client."""
 
 
 @dataclass
@@ -241,7 +241,7 @@ class ServiceRolloutWorker:
 
 
 def group_advantages(rewards: np.ndarray) -> np.ndarray:
-    """[n] rewards → [n] standardised within the group; NaN (nobody had an opinion) counts for nothing and gets 0."""
+    """[n] rewards → [n] standardised within the group; NaN (no reward function gave a value) is ignored and gets 0."""
     scored = ~np.isnan(rewards)
     advantages = np.zeros_like(rewards)
     if scored.any():

@@ -124,8 +124,8 @@ def comparable(group: Group, sample: Sample) -> tuple[float, np.ndarray] | None:
 
 
 def plain_twin(module: PreTrainedModel) -> PreTrainedModel:
-    """Build the model as transformers does, with sdpa attention, over the very tensors of `module`, whatever was done to the
-    modules that serve."""
+    """Build the model as transformers does, with sdpa attention, over the tensors of `module`, without the changes that
+    serving made to its modules."""
     with torch.device("meta"):
         twin: PreTrainedModel = type(module)(copy.deepcopy(module.config))
     twin.requires_grad_(False).eval()

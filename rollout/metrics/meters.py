@@ -5,7 +5,7 @@
     engine status, now and then -> EngineMeter ┘
 
 Rates are sums over the window, Σ numerator / Σ denominator, never means of ratios (the reduction rule of TRL's asynchronous
-GRPO). Totals count from the start. A figure without data is left out of the row, so nobody takes it for a zero.
+GRPO). Totals count from the start. A figure without data is left out of the row, so it does not look like a zero.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class SampleMeter:
             self._live[group.id] = _Live(len(group.wanted), submitted)
 
     def forget(self, group_id: str) -> None:
-        """Drop a group that nobody waits for any more; an unknown id is nothing to do."""
+        """Drop a group for which no client waits any more. Does nothing for an unknown id."""
         self._live.pop(group_id, None)
 
     def is_live(self, group_id: str) -> bool:

@@ -74,9 +74,9 @@ def _end(connection: socket.socket) -> None:
 
 
 class PrometheusSink:
-    """Serves `host` alone; nobody is asked for a key there, so anything but loopback shows the figures to whoever reaches it.
+    """Serves on `host` only, without keys: except on loopback, every process that reaches this address can read the figures.
 
-    Raises InputError where the port cannot be had, or the package is not installed."""
+    Raises InputError if the port is not available, or the package is not installed."""
 
     name = "prometheus"
 

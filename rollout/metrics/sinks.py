@@ -125,8 +125,8 @@ class WandbSink:
     """A wandb run of its own, or the trainer's, if that hands over its run id.
 
     Two processes write into one run in wandb's shared mode: the trainer starts it with `mode="shared"` and passes `run.id` to
-    `tracking.wandb_run_id`. There a step number belongs to nobody, so engine figures are drawn against `engine/time_s`, the
-    trainer's against a step metric of its own (`run.define_metric("train/*", step_metric="train/step")`).
+    `tracking.wandb_run_id`. There, the step numbers of both processes are unrelated. So engine figures are drawn against
+    `engine/time_s`, and the trainer's against its own step metric (`run.define_metric("train/*", step_metric="train/step")`).
     """
 
     name = "wandb"

@@ -80,6 +80,13 @@ class WeightsLike(LiveWeights, Protocol):
 
 
 @runtime_checkable
+class HasDigests(Protocol):
+    """Weights that know the digest of each of their tensors; a router's are in its replicas."""
+
+    def live_manifest(self) -> list[TensorInfo]: ...
+
+
+@runtime_checkable
 class HasTensors(Protocol):
     """Weights whose tensors are in this process; a router's are in its replicas."""
 

@@ -20,6 +20,7 @@ from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import EngineLike, live_of
 from rollout.service.group_names import engine_name, number_of
+from rollout.service.recording import AcceptedAs, Ledger
 from rollout.service.session import AcceptedGroup, GroupStatus, Session, without_tokens
 from rollout.service.validation import check_room, checked_group
 from rollout.transport import messages as m
@@ -88,6 +89,7 @@ class EngineGroups:
         tracker: records groups and samples for the metrics.
         max_outbox_bytes: most bytes of finished samples that one client may leave unacknowledged.
         clock: seconds, monotonic.
+        ledger: records groups and samples; by default nothing.
     """
 
     def __init__(
@@ -96,9 +98,11 @@ class EngineGroups:
         tracker: Tracker,
         max_outbox_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
     ) -> None:
         self.engine = engine
         self.tracker = tracker
+        self.ledger = Ledger() if ledger is None else ledger
         self._limits = engine.limits
         self._max_outbox_bytes = max_outbox_bytes
         self._clock = clock
@@ -149,6 +153,7 @@ class EngineGroups:
         self._submit_to_engine(session, group, group_id, submit.client)
         accepted = AcceptedGroup(group_id, group.id, digest, group.wanted)
         session.hold(accepted)
+        self.ledger.accepted(AcceptedAs(group_id, session.number, submit.after), group, engine.version)
         if session.persistence.lasting:
             session.persistence.accepted(session.key, session.id, group.id, pack(submit), group.sampling.seed, live_of(engine))
         self._groups.add(session, accepted)
@@ -173,6 +178,8 @@ class EngineGroups:
         """Keep a group of the journal until the weights that it needs are live."""
         self._submitted = max(self._submitted, number_of(engine_id))
         self._parked[engine_id] = parked
+        name = AcceptedAs(parked.accepted.group_id, parked.session.number)
+        self.ledger.accepted(name, parked.group, parked.weights.version)
 
     def unpark(self) -> None:
         """Submit the parked groups whose weights are live."""
@@ -235,11 +242,16 @@ class EngineGroups:
                 accepted.ended += 1
             elif session.unacked_bytes > self._max_outbox_bytes:
                 why = f"over {self._max_outbox_bytes} bytes of samples wait for this client to read them"
-                session.deliver(accepted, without_tokens(sample, why))
+                self._give(session, accepted, without_tokens(sample, why))
             else:
-                session.deliver(accepted, sample)
+                self._give(session, accepted, sample)
             if not accepted.running:
                 self._groups.remove(accepted)
+
+    def _give(self, session: Session, accepted: AcceptedGroup, sample: Sample) -> None:
+        """Deliver a sample to its client, and record it."""
+        self.ledger.ended(sample)
+        session.deliver(accepted, sample)
 
     # aborts
 
@@ -269,6 +281,7 @@ class EngineGroups:
             self._groups.mark(accepted, GroupStatus.DROPPED)
             self._aborts[accepted.engine_id, None] = None
             self.tracker.forget(accepted.engine_id)
+        self.ledger.forgotten(accepted.engine_id)
         self._parked.pop(accepted.engine_id, None)
         session.drop(accepted.group_id)
 
@@ -324,6 +337,7 @@ class EngineGroups:
             if accepted.running:  # the engine did not return all of its children
                 self._groups.remove(accepted)
                 self.tracker.forget(accepted.engine_id)
+                self.ledger.forgotten(accepted.engine_id)
                 session.drop(accepted.group_id)
                 session.reply(pack(m.Refused(GroupFailed.kind, reason, accepted.group_id)))
 

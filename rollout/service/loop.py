@@ -27,6 +27,7 @@ from rollout.service.engine_groups import EngineGroups, described
 from rollout.service.journal import Journal, Persistence
 from rollout.service.lifecycle import Lifecycle
 from rollout.service.receiver import Receiver
+from rollout.service.recording import Ledger
 from rollout.service.refresh import Refreshes, RefreshTiming
 from rollout.service.restoring import restore
 from rollout.service.session import SendLimits, Session, Sessions
@@ -125,7 +126,7 @@ class Service:
         engine = self._engine = groups.engine
         self._running, self._sessions, self._transport = groups, sessions, transport
         self._config, self._timing, self._clock = config, timing, timing.clock
-        self._persistence = sessions.persistence
+        self._persistence, self._ledger = sessions.persistence, groups.ledger
         self.incarnation = self._persistence.incarnation
         models = frozenset[Phase]() if isinstance(engine, HasReplicas) else MODELS  # a router's step runs no model
         self.watch = LoopPhase(config.stall_s, alone_s=config.exit_without_clients_s, models=models)
@@ -185,11 +186,14 @@ class Service:
         self._running.process_aborts(timing.for_requests(engine.has_work, self._running.step_s))
         self.watch.at("refresh")
         self._refreshes.work(self._silence.now, busy=engine.has_work)
+        for refresh in self._refreshes.take_applied():
+            self._ledger.refreshed(refresh, engine)
         if self._lifecycle.has_waiters and not self._running.aborting:
             self._lifecycle.answer_waiters()
         self._transport.expect(self._refreshes.window_bytes)
         self.watch.at("send")
         self._persistence.served(to_store(engine, self._persistence))  # before a trainer gets the answer to its refresh
+        self._ledger.commit()
         self._flush()  # so that answers do not wait for the step
         self._running.unpark()
         if engine.has_work:
@@ -197,6 +201,7 @@ class Service:
             self._running.step(self._sessions)
         self.watch.at("send")
         self._persistence.commit(to_store(engine, self._persistence))  # before clients get samples that are not stored
+        self._ledger.commit()
         self._flush()
         self.watch.at("timers")
         self._check_timers()
@@ -301,6 +306,7 @@ class Service:
             **self._engine_status(),
             "digest": self._engine.weights.digest,
             "metrics": self._running.tracker.row,
+            "ledger": self._ledger.status(),
             "service": {
                 "endpoint": self.endpoint,
                 "served_model_name": self._config.served_model_name,
@@ -327,6 +333,7 @@ class Service:
             self._refreshes.close()
             self._transport.close(max(0.1, deadline - self._clock()))
             self._running.tracker.close(self._engine_status)
+            self._ledger.close()
             self._persistence.close(None if silent else to_store(self._engine, self._persistence))
 
 
@@ -336,6 +343,7 @@ def open_service(
     *,
     transport: ServiceTransport | None = None,
     journal: Journal | None = None,
+    ledger: Ledger | None = None,
     tracker: Tracker | None = None,
     timing: ServiceTiming | None = None,
     send_limits: SendLimits | None = None,
@@ -349,23 +357,25 @@ def open_service(
 
     Args:
         config: `endpoint` is tcp://127.0.0.1:PORT (0 or *: any free one), tcp://[::1]:PORT or ipc://PATH; with `keys` any
-            tcp://HOST:PORT. `journal` and `exit_when_stalled_s` are not read.
+            tcp://HOST:PORT. `journal`, `ledger` and `exit_when_stalled_s` are not read.
         transport: replaces the endpoint and the keys of `config`, e.g. `rollout.transport.loopback.LoopbackService()`.
         journal: stores sessions so that they survive the process; closed with the service.
+        ledger: records groups, samples and refreshes; closed with the service.
         tracker: records the metrics; closed with the service.
         timing, send_limits: durations of the loop; sizes of messages to a client.
 
     Raises:
         ValueError: other hosts can reach the address and there are no keys, or it cannot be bound.
-        InputError: the journal is damaged.
+        InputError: the journal is damaged, or the ledger cannot be written.
     """
     config, timing = config or ServiceConfig(), timing or ServiceTiming()
     transport = transport if transport is not None else ServiceEnd(config.endpoint, engine.limits, config.keys)
     persistence = Persistence() if journal is None else journal
     sessions = Sessions(engine.limits.max_clients, persistence, send_limits or SendLimits(), timing.clock)
     tracker = tracker if tracker is not None else Tracker()
-    groups = EngineGroups(engine, tracker, config.max_outbox_bytes, timing.clock)
+    groups = EngineGroups(engine, tracker, config.max_outbox_bytes, timing.clock, ledger)
     service = Service(groups, sessions, transport, config, timing)
+    groups.ledger.started(engine)
     if journal is not None:
         restore(journal, sessions, groups, engine)
     return service
@@ -379,7 +389,7 @@ def end_groups(running: EngineGroups, sessions: Sessions, transport: ServiceTran
         while running.aborting and in_time():
             transport.receive(CLOSING_POLL_S)
             running.step(sessions)
-    except Exception:  # the engine is broken; clients are notified all the same
+    except Exception:  # the engine is broken; clients are notified nevertheless
         log.exception("engine.abort failed")
 
 

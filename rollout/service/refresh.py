@@ -24,6 +24,7 @@ from rollout.engine.types import Adapter, Refreshed, TensorInfo, WeightUpdate
 from rollout.engine.types import BaseMismatch as OtherBase
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, StagingLike
+from rollout.service.recording import AppliedRefresh
 from rollout.service.session import Session
 from rollout.service.watchdog import LoopPhase
 from rollout.service.weight_export import WeightExport
@@ -112,6 +113,7 @@ class OngoingRefresh:
 
     def __init__(self, begin: m.Begin, session: Session, staging: StagingLike, payload: Payload, now: float) -> None:
         self.id = begin.push_id
+        self.begin = begin
         self.kv = begin.kv
         self.session = session
         self.staging = staging
@@ -186,6 +188,7 @@ class Refreshes:
         self._clock = clock
         self._open: OngoingRefresh | None = None
         self._last: Refreshed | None = None
+        self._applied_since: list[AppliedRefresh] = []
         self._segment = SegmentView()
         self._ended = EndedRefreshes()
         self._reader = WeightReader(engine, clock)
@@ -263,6 +266,11 @@ class Refreshes:
             return
         if not (push.commits or push.chunks or push.prepares) and now - push.last_received_at > self._lease_s:
             self._fail(push, WeightsRefused(f"its lease ran out: no message about it for {self._lease_s} s"))
+
+    def take_applied(self) -> list[AppliedRefresh]:
+        """Return the refreshes that were applied since the last call, in order."""
+        applied, self._applied_since = self._applied_since, []
+        return applied
 
     def check_connection(self, reaches: Callable[[Session], bool], now: float) -> None:
         """Record since when the owner of the open refresh has no connection. reaches: whether a session has one."""
@@ -386,6 +394,9 @@ class Refreshes:
 
     def _applied(self, push: OngoingRefresh, applied: Refreshed) -> None:
         self._last = applied
+        begin, most = push.begin, 2 * self._engine.weights.names + 64
+        manifest = unpack_manifest(begin.manifest, most)
+        self._applied_since.append(AppliedRefresh(applied, push.kv, begin.partial, begin.adapter is not None, manifest))
         self._export.discard()
         log_applied(applied, push.session)
         self._close(push, applied, None)

@@ -78,7 +78,7 @@ def check_route_frames(group: Group, limits: Limits, routing: Routing) -> None:
     """Check that the routes of a sample, and of the prompt, fit into the frames of a message. Raises ValueError."""
     if limits.max_frame_bytes < m.ROUTES_FRAME_BYTES:
         raise ValueError(
-            f"routed_experts=True: routes travel in frames of {m.ROUTES_FRAME_BYTES} bytes, Limits.max_frame_bytes is "
+            f"routed_experts=True: routes are sent in frames of {m.ROUTES_FRAME_BYTES} bytes, Limits.max_frame_bytes is "
             f"{limits.max_frame_bytes}; raise it"
         )
     in_frame, frames = positions_per_frame(routing.bytes_per_token), limits.max_frames - m.OTHER_FRAMES

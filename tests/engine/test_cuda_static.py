@@ -18,6 +18,7 @@ from rollout.engine.devices import StepCapacity  # noqa: E402
 from tests.support import cuda_compile  # noqa: E402
 
 PROCESSORS = 132
+OF_HEADS = cuda_compile.Heads._fields
 MIXTURES = {
     "256 x 640": np.full(256, 640, np.int32),
     "256 x 2,048": np.full(256, 2048, np.int32),
@@ -28,7 +29,9 @@ MIXTURES = {
     "48 x lognormal, median 4k, max 16k": lognormal(48, 4000, 16384),
 }
 """contexts of the rows of a decode step"""
-MOST_SPILLED = {"small": 32, "large": 160, "other": 64}
+MOST_INSTRUCTIONS = {False: 480, True: 760}
+"""of a warp for 64 keys of Qwen3-8B's heads, KV in bf16 and in fp8, small tiles, in blocks of CUDA's default size"""
+MOST_SPILLED = {"small": 48, "large": 64, "other": 64}
 """bytes of stack of a thread; of large tiles those of sums that are touched once in a chunk or in a span, not with each key"""
 
 
@@ -70,6 +73,13 @@ def held(rows: list[dict[str, Any]]) -> None:
         if kind != "other":
             assert row["shared_bytes"] <= row["shared_estimate"] <= limits.program_bytes
             assert row["programs"] * (row["shared_bytes"] + PROGRAM_BYTES) <= limits.processor_bytes
+            if (
+                row["block"] == 64
+                and kind == "small"
+                and cuda_compile.Heads(*(row[name] for name in OF_HEADS)) in cuda_compile.SHORT
+            ):
+                if limits.capability in (90, 100):
+                    assert row["turn_instructions"] * 64 <= MOST_INSTRUCTIONS[row["fp8"]] * row["keys"]
             if row["itemsize"] == 2:
                 assert row["copies_ahead"] > 0, "every copy is waited for before products run"
                 assert row["products"] > 0

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.config import EngineConfig  # noqa: E402
 from rollout.engine.cuda import tiles  # noqa: E402
-from rollout.engine.cuda.graphs import MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
+from rollout.engine.cuda.graphs import FEW_LOGITS, MOST_TOKENS, Run, StepGraphs, mixed_sizes, sizes  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.batch import padded  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
@@ -205,11 +205,11 @@ def random_step(r: random.Random, rows: int) -> Any:
     return by_hand(counts, [int(end) for end in ends if r.random() < 0.7], r.randrange(999), r.random() < 0.5)
 
 
-def differing(graphs: StepGraphs, seed: int) -> int:
+def differing(graphs: StepGraphs, seed: int, rows: int = 40) -> int:
     """Of 200 steps, those whose logits are not the step's own."""
     r, wrong = random.Random(seed), 0
     for _ in range(200):
-        batch = random_step(r, 40)
+        batch = random_step(r, rows)
         if graphs.covers(batch):
             wrong += not torch.equal(graphs.forward(batch, None, None), ids_and_positions(batch, None, None))  # type: ignore[arg-type]
     return wrong
@@ -220,7 +220,9 @@ def test_steps_with_prefill_are_replayed() -> None:
     left at those addresses. Few graphs serve them all."""
     graphs, captured = by_hand_graphs(40, 512)
     assert differing(graphs, 0) == 0
-    assert len(captured) == len(graphs._replays) < 80 and {shape.logits for shape in graphs._replays} == {0, 16, 40}
+    assert len(captured) == len(graphs._replays) < 40 and {shape.logits for shape in graphs._replays} == {0, 40}
+    few, _ = by_hand_graphs(200, 4096)
+    assert differing(few, 0, 200) == 0 and {shape.logits for shape in few._replays} == {0, FEW_LOGITS, 200}
     assert graphs.covers(by_hand([500] + [1] * 12, [499], 0)) and not graphs.covers(by_hand([513], [512], 0))
     assert not graphs.covers(by_hand([100], [*range(41)], 0)), "more rows of logits than a step of decode has"
     assert by_hand_graphs(16, 8192)[0].covers(by_hand([MOST_TOKENS], [5], 0))
@@ -260,9 +262,9 @@ def worker_by_hand(graphs: StepGraphs | None, forward: Any, **config: Any) -> Wo
     return Worker(EngineConfig(**config), device, ModelKernels(model, backend, None, ""), kv, weights)
 
 
-def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    """The step with most tokens, then decode, the largest first, with large tiles of attention and without, while the log tells
-    how far it is."""
+def test_nothing_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """The step with most tokens, then steps with prefill, then decode, the largest first, decode with large tiles of attention
+    and without, while the log tells how far it is."""
     config: dict[str, Any] = {"max_num_seqs": 40, "max_batch_tokens": 4096}
     eager: list[tuple[int, int]] = []
 
@@ -277,12 +279,19 @@ def test_no_decode_is_captured_after_the_start(caplog: pytest.LogCaptureFixture)
     assert eager == [(40, 4000)] * 2, (
         "as many rows of the model's context as there may be; a draw that cuts, and one that does not"
     )
-    assert captured == [size for size in reversed(sizes(40)) if size > 1 for _ in range(2)], "one row is padded to two"
-    assert "warming up step=1 of=9 sequences=40 tokens=4000" in caplog.text and "step=9 of=9" in caplog.text
+    decode = [size for size in reversed(sizes(40)) if size > 1 for _ in range(2)]
+    assert captured == [40] * len(graphs.mixed) + decode, "one row is padded to two"
+    steps = len(graphs.mixed) + 9
+    assert (
+        "warming up step=1 of=%d sequences=40 tokens=4000" % steps in caplog.text and f"step={steps} of={steps}" in caplog.text
+    )
     with torch.inference_mode():
         for rows in range(1, 41):
             graphs.forward(by_hand([1] * rows, [*range(rows)], 0, large=rows % 2 > 0), None, None)  # type: ignore[arg-type]
-    assert len(captured) == 2 * len(sizes(40)) - 2
+        for tokens in range(2, 2000, 31):
+            graphs.forward(by_hand([tokens], [tokens - 1], 0), None, None)  # type: ignore[arg-type]
+            graphs.forward(by_hand([tokens] + [1] * 39, [*range(40)], 0), None, None)  # type: ignore[arg-type]
+    assert len(captured) == len(graphs.mixed) + len(decode)
     eager.clear()
     worker_by_hand(None, forward, **config).warm_up()
     assert eager == [(40, 4000)] * 2 + [(40, 40)] * 2, "without graphs decode compiles all the same"

@@ -136,7 +136,7 @@ def test_a_refresh_in_place_changes_both_products() -> None:
 def test_what_cannot_store_latents_is_refused() -> None:
     with pytest.raises(ValueError, match="has no latent attention"):
         use_latent_kv(build("llama"))
-    with pytest.raises(ValueError, match="latent_kv=True: .* was given otherwise"):
+    with pytest.raises(ValueError, match="latent_kv=True: .* has the other setting"):
         tiny_engine(model=build("deepseek_v3"), latent_kv=True)
     module = build("deepseek_v3")
     use_latent_kv(module)

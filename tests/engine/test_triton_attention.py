@@ -6,6 +6,7 @@ short contexts have many.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.config import EngineConfig  # noqa: E402
-from rollout.engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda import attention_kernels, tiles  # noqa: E402
 from rollout.engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
 from rollout.engine.cuda.launches import LaunchLimits  # noqa: E402
 from rollout.engine.devices import CpuDevice, ReferenceAttention, choose_backend  # noqa: E402
@@ -260,14 +261,52 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kept_in_fp8", [False, True])
-def test_the_smallest_case_of_production(kept_in_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 256 tokens, as they run: a prefix of one in common, a second chunk, several turns of the loop in each. On a
-    device tests/gpu/test_attention_oracle.py has all sizes."""
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=str)
+def test_the_smallest_case_of_production(dtype: torch.dtype, kept_in_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 256 tokens, as they run: a prefix of one in common, a second chunk, several turns of the loop in each. Blocks of
+    64 tokens have all keys of a turn; blocks of 16 tokens give the same bits. tests/gpu/test_attention_oracle.py has all sizes,
+    on a device."""
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 256)
-    made = production.pages(production.Heads(kv=1, group=2, dim=16, dtype=FP32, fp8=kept_in_fp8), [259, 300], 8)
+    heads = production.Heads(kv=1, group=2, dim=16, dtype=dtype, fp8=kept_in_fp8)
+    made = production.pages(heads, [259, 300], 4)
     query, out = production.attend(made, [1, 1], share=True)
     production.assert_right(made, [1, 1], query, out)
     assert torch.equal(out, production.attend(made, [1, 1], share=False)[1])
+    assert torch.equal(out, production.attend(production.recut(made, 16), [1, 1], share=True)[1])
+
+
+def run_ptx(code: str, word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Execute assembly of few instructions: $0 and $1 from words $2."""
+    registers = {"$2": word.astype(np.uint32)}
+
+    def value(name: str) -> Any:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for line in re.search(r"\{(.*)\}", code)[1].split(";"):  # type: ignore[index]
+        operation, _, rest = line.strip().partition(" ")
+        if not operation or operation == ".reg":
+            continue
+        target, *given = [each.strip() for each in rest.split(",")]
+        a, b = map(value, given[:2])
+        if operation == "lop3.b32":
+            assert given[3] == "0xEA"
+            registers[target] = (a & b) | value(given[2])
+        else:
+            registers[target] = {"shl.b32": np.left_shift, "shr.u32": np.right_shift, "and.b32": np.bitwise_and}[operation](
+                a, b
+            )
+    return registers["$0"], registers["$1"]
+
+
+def test_assembly_moves_codes_as_the_interpreter_does() -> None:
+    """All pairs of codes, in both halves of a word: bf16 of 2^-120 times what torch says that they are."""
+    both = np.arange(1 << 16, dtype=np.uint32)
+    word = both | (both[::-1] << 16)
+    for made, codes in zip(run_ptx(attention_kernels.PAIRS.value, word), (word, word >> 8), strict=True):
+        for half in (0, 16):
+            numbers = torch.from_numpy(((codes >> half) & 0xFF).astype(np.uint8)).view(torch.float8_e4m3fn).double()
+            got = torch.from_numpy(((made >> half) & 0xFFFF).astype(np.uint16)).view(torch.bfloat16).double() * 2.0**120
+            assert torch.equal(got[~numbers.isnan()], numbers[~numbers.isnan()]) and numbers.isnan().sum() < 1025
 
 
 def test_a_device_without_room_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

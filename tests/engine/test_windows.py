@@ -20,7 +20,7 @@ from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.windows import WindowBlocks
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from tests.support.equivalence import Samples, assert_same, same
-from tests.support.families import build
+from tests.support.families import Asked, build, judged
 from tests.support.samebits import (
     ROOMY,
     asked,
@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overlapped": {"overlap_steps": True, "max_batch_tokens": 64, "kv_tokens": 320, "cpu_offload_gib": 0.01},
 }
 BOUND = 2e-5
-"""of log-probs in fp32"""
+"""of log-probs in fp32, of a model without scaled embeddings"""
 
 
 @cache
@@ -66,11 +66,11 @@ def in_bf16(name: str, **config: Any) -> Engine:
 
 
 def check(name: str, each: Group, samples: Samples) -> None:
-    """Assert that log-probs are those of the plain forward."""
-    for index in each.wanted:
-        sample = samples[each.id, index]
-        assert sample.finish_reason in ("length", "scored"), sample.error
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(built(name), each.prompt, sample), atol=BOUND, rtol=0)
+    """Assert that log-probs are those of the plain forward: to 1e-5, or as near to those in fp64 as its own are."""
+    ended = [samples[each.id, index] for index in each.wanted]
+    assert {sample.finish_reason for sample in ended} <= {"length", "scored"}, {sample.error for sample in ended}
+    found = judged(built(name), [Asked(each.prompt, sample) for sample in ended])
+    assert found.kind == "right", found
 
 
 def some_groups() -> list[Group]:

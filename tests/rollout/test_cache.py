@@ -289,7 +289,7 @@ def test_offline_serves_hits_alone(tmp_path: Path) -> None:
             assert digests(run_of(client, 3)) == right and proxy.tally.hits == 6
             with pytest.raises(GroupFailed, match="offline, and not in the cache: .*never seen"):
                 client.submit(*asked(99)).result(timeout=WAIT)
-            with pytest.raises(WeightsRefused, match="parts from the recorded one"):
+            with pytest.raises(WeightsRefused, match="diverged from the recorded one"):
                 client.refresh(tensors_of(77), version=4)
             with RolloutClient(client.info and proxy.endpoint) as other:  # type: ignore[attr-defined]
                 assert other.status()["cache"]["misses"] == 0 and other.info.version == 3

@@ -275,7 +275,7 @@ def test_what_is_not_served_is_refused_and_changes_nothing() -> None:
         module(input_ids=ids, use_cache=False)
     with pytest.raises(ValueError, match="count each sequence from 0"):
         module(input_ids=ids, position_ids=torch.arange(1, 10)[None], use_cache=False)
-    with pytest.raises(ValueError, match="attention_mask: a token must see itself"):
+    with pytest.raises(ValueError, match="attention_mask: each token must attend to itself"):
         module(input_ids=ids, attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool).tril().triu(-3), use_cache=False)
     with pytest.raises(ValueError, match="only padding"):
         module(input_ids=ids, attention_mask=torch.zeros(1, 9), use_cache=False)

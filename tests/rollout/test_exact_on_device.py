@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
-from rollout.engine.cuda.exact import ARITHMETIC, make_exact  # noqa: E402
-from rollout.engine.devices import TritonAttention, use_triton_mixers  # noqa: E402
+from rollout.engine.cuda.attention import TritonUnavailable  # noqa: E402
+from rollout.engine.cuda.exact import make_exact  # noqa: E402
+from rollout.engine.devices import StepCapacity, TritonAttention, use_triton_mixers  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
@@ -135,14 +137,32 @@ def test_what_it_undoes() -> None:
     assert all("forward" not in vars(each) for each in made.modules())
 
 
-def test_a_service_of_another_arithmetic_is_refused() -> None:
-    assert on_device.ARITHMETIC == f"{ARITHMETIC}+{TritonAttention.arithmetic}"
+def test_a_service_of_another_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other products, of a device of another capability, of another version of Triton."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("triton.__version__", "3.9.1")
+    device = torch.device("cuda")
 
     class OnCuda(torch.nn.Module):
-        device = torch.device("cuda")
+        pass
 
-    with pytest.raises(ValueError, match=r"torch/2\.13\.0\+triton/1.*exact = true"):
-        use_exact(OnCuda(), "torch/2.13.0+triton/1")
+    model: Any = OnCuda()
+    model.device = device
+    ours = "exact/1+triton/1/t3.9/sm90"
+    assert on_device.arithmetic_of(model, device) == ours
+    for other in ("torch/2.13.0+triton/1/t3.9/sm90", ours.replace("sm90", "sm80"), ours.replace("t3.9", "t3.8")):
+        with pytest.raises(ValueError, match=rf"{re.escape(other)}.*{re.escape(ours)}.*exact = true.*version of Triton"):
+            use_exact(model, other)
+
+
+@pytest.mark.parametrize(("version", "red"), [("3.5.1", True), ("3.6.0", False), ("3.9.0", False), ("3.10.0", True)])
+def test_versions_of_triton(version: str, red: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    if red:
+        with pytest.raises(TritonUnavailable, match=rf"Triton {version} is not supported, 3\.6 to 3\.9 are"):
+            TritonAttention(torch.device(DEVICE), StepCapacity(16, 2, 8, 4, 1, 16, 2), 1)
+    else:
+        assert f"/t{version[:3]}/" in TritonAttention(torch.device(DEVICE), StepCapacity(16, 2, 8, 4, 1, 16, 2), 1).arithmetic
 
 
 # ── recurrent layers and experts ──────────────────────────────────────────────────────────────────────────────────────
@@ -175,7 +195,7 @@ def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind:
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
     whole: Any = engine.model
     if whole.states is not None:
-        assert use_triton_mixers(whole) and on_device.arithmetic_of(plain) == on_device.WITH_STATES
+        assert use_triton_mixers(whole) and on_device.arithmetic_of(plain, plain.device).startswith("exact/1+scan/1+triton/1/t")
     first = group("a", range(5, 15), n=1, max_tokens=2, ignore_eos=True)
     samples = run(engine, [first, group("b", [9, 8], n=2, max_tokens=2, ignore_eos=True)])
     trainer = exact(made_of(kind))

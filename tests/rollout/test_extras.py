@@ -55,7 +55,7 @@ def test_each_module_has_its_extra() -> None:
     ("words", "module", "extra"),
     [
         (["serve", "--model", "x"], "torch", "serve"),
-        (["demo"], "transformers", "serve"),
+        (["demo"], "tqdm", "serve"),
         (["http"], "starlette", "http"),
     ],
 )

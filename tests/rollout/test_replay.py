@@ -179,7 +179,7 @@ def test_routes_that_do_not_fit_are_refused(change: Callable[[torch.Tensor], tor
 
 def test_routers_that_are_not_supported_are_refused_by_name() -> None:
     with pytest.raises(
-        NoRoutes, match=r"PhimoeForCausalLM: the router of model.layers.0.mlp.experts is not a module beside it"
+        NoRoutes, match=r"PhimoeForCausalLM: the router of model.layers.0.mlp.experts is not a module next to it"
     ):
         with replay(build("phimoe"), np.zeros((1, 1, 4, 2), np.uint8)):
             pass

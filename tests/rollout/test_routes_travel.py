@@ -295,7 +295,7 @@ def test_impossible_routes_are_not_believed(changed: dict[str, Any], asks: bool,
 def test_other_routes_than_a_child_had_are_not_believed() -> None:
     had = PartialSample.of(sample())
     bounds = Bounds(1000, frozenset(), routing=ROUTING)
-    with pytest.raises(ValueError, match="routed_experts that do not go on from those it had"):
+    with pytest.raises(ValueError, match="routed_experts that do not begin with those it had"):
         check_sample(sample(routed_experts=fake_routes(ROUTING, 4, 2)), group(), had, bounds)
 
 

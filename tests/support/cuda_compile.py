@@ -73,6 +73,8 @@ class Heads(NamedTuple):
     """KV is kept so"""
     value_dim: int = 0
     """0: as wide as keys"""
+    block: int = 64
+    """tokens of a block: CUDA's default"""
     cap: bool = False
     sinks: bool = False
 
@@ -82,7 +84,8 @@ PRODUCTION = Heads()
 FP8 = PRODUCTION._replace(fp8=True)
 SHORT = PRODUCTION, FP8
 SHAPES = (
-    *SHORT, Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
+    *SHORT, *(each._replace(block=32) for each in SHORT),
+    Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
     Heads(dim=64, group=3, kv_heads=3, fp8=True), Heads(dim=256, group=2, kv_heads=4, fp8=True),
     Heads(dim=512, group=8, kv_heads=1),
     Heads(dim=64, group=8, sinks=True), Heads(dim=256, group=2, kv_heads=4, cap=True),
@@ -120,8 +123,8 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names)) if even[i]}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = made.asm["ptx"]
-    registers, stack = usage(made.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    ptx, tools = made.asm["ptx"], Path(triton.__file__).parent / "backends/nvidia/bin"
+    registers, stack = usage(made.asm["cubin"], tools / "cuobjdump")
     return {
         "capability": capability,
         "kernel": kernel.__name__,
@@ -130,7 +133,39 @@ def compiled(
         "spill_bytes": stack,
         "products": len(re.findall(r"\bw?g?mma|tcgen05\.mma", ptx)),
         "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+        "turn_instructions": turn_instructions(disassembled(made.asm["cubin"], tools / "nvdisasm")),
     }
+
+
+def disassembled(cubin: bytes, nvdisasm: Path) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def turn_instructions(assembly: str) -> int:
+    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without what runs at
+    the end of a chunk only. 0: no loop has products."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    jumps = {i: labels[to[1]] for i, each in enumerate(code) if (to := re.search(r"\bBRA\b.*`\((\.L_\w+)\)", each))}
+    loops = [(to, i) for i, to in jumps.items() if to < i and any("MMA" in each for each in code[to:i])]
+    if not loops:
+        return 0
+    first, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    least = {first: 0}
+    for i in range(first, end):
+        if i in least:
+            always = i in jumps and not code[i].startswith("@") and not re.search(r"BRA\s+!?U?P\d", code[i])
+            for to in ([] if always else [i + 1]) + ([jumps[i]] if first < jumps.get(i, 0) <= end else []):
+                least[to] = min(least.get(to, least[i] + 1), least[i] + 1)
+    return least[end] + 1
 
 
 def usage(cubin: bytes, cuobjdump: Path) -> tuple[int, int]:
@@ -153,7 +188,7 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
 
     widest = max(heads.dim, heads.value_dim)
     launches = choose(heads.group, widest, heads.itemsize, KNOWN[capability])
-    launches = with_codes(launches, widest, capability) if heads.fp8 else launches
+    launches = with_codes(launches) if heads.fp8 else launches
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,
@@ -170,8 +205,8 @@ def constants(heads: Heads, launch: Launch) -> dict[str, Any]:
     width, value = power_of_two(max(heads.dim, 16)), heads.value_dim or heads.dim
     return {
         "HEADS": heads.kv_heads, "HEADS_PAD": power_of_two(heads.kv_heads), "GROUP": heads.group,
-        "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": 32, "CHUNK": 256, "SPAN": 8,
-        "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
+        "GROUP_PAD": power_of_two(heads.group), "DIM": heads.dim, "DIM_PAD": width, "BLOCK": heads.block, "CHUNK": 256,
+        "SPAN": 8, "M": launch.rows, "N": launch.keys, "COLUMNS": 6, "WIDEN": False,
         "FP8": heads.fp8, "VALUE": value, "VALUE_PAD": power_of_two(max(value, 16)), "CAP": heads.cap, "SINKS": heads.sinks,
     }  # fmt: skip
 

@@ -268,12 +268,12 @@ class Setting(NamedTuple):
 
 ROOMY: dict[str, Any] = {"block_size": 8, "kv_tokens": 4096, "max_num_seqs": 16, "max_batch_tokens": 512, "cpu_offload_gib": 0}
 SETTINGS = {
-    "roomy": Setting({}, 1, "generated_tokens"),
+    "in a large pool": Setting({}, 1, "generated_tokens"),
     "forked": Setting({}, 4, "forks"),
     "in chunks": Setting({"max_batch_tokens": 17}, 1, "steps"),
     "offloaded": Setting({"kv_tokens": 200, "cpu_offload_gib": 0.01}, 3, "offloads"),
     "recomputed": Setting({"kv_tokens": 200}, 3, "recompute_preemptions"),
-    "over a turn": Setting({}, 2, "kept_tokens"),
+    "in the next turn": Setting({}, 2, "kept_tokens"),
 }
 """what a family must be right in"""
 
@@ -296,9 +296,9 @@ def sampled(engine: Engine, setting: str, prompts: tuple[int, ...]) -> list[Aske
     """Run groups through an engine: over a turn, each second prompt is the first one with a sample and more behind it. Raises
     AssertionError for samples that failed."""
     children = SETTINGS[setting].children
-    groups = groups_of(prompts, children, **({"kv_ttl_s": 100.0} if setting == "over a turn" else {}))
+    groups = groups_of(prompts, children, **({"kv_ttl_s": 100.0} if setting == "in the next turn" else {}))
     samples = run(engine, groups)
-    if setting == "over a turn":
+    if setting == "in the next turn":
         more = np.arange(30, 37)
         histories = [np.concatenate([each.prompt, samples[each.id, 1].token_ids, more]).astype(np.int32) for each in groups]
         options = Sampling(n=2, max_tokens=8, seed=7, ignore_eos=True)

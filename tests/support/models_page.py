@@ -24,9 +24,9 @@ RESULTS = PAGE.with_suffix(".jsonl")
 DTYPES = ("float32", "bfloat16")
 KINDS = {
     "right": "right",
-    "refused": "refused at load, in one sentence",
+    "refused": "refused at load, with the reason",
     "wrong": "wrong",
-    "unclear": "an error that says nothing, a crash or a hang",
+    "unclear": "an error without a reason, a crash or a hang",
     "not built": "not built",
 }
 RUNS = {"decoder": "native layers", "kernels": "module, our kernels", "torch": "module, torch's products"}
@@ -111,26 +111,27 @@ TEXT = """# Models
 <!-- written by python -m tests.support.models_page -->
 
 A causal language model runs unmodified if it calls transformers' functions for attention, recurrence and experts. Of the
-{types} causal model types of transformers {transformers}, {right} are right, {refused_types} are refused at load, by name
-and with the reason, and {not_built_types} could not be tested. [refused.md](decisions/refused.md) describes the checks.
+{types} causal model types of transformers {transformers}, {right} are right, {refused_types} are refused at load with an error
+that gives the reason, and {not_built_types} could not be tested. [refused.md](decisions/refused.md) describes the checks.
 
-The tested model of a type is small and has random weights, four layers or more, and the kinds of layers of published
-checkpoints. Its samples are compared with the module's plain forward in each of these settings: {settings}.
-A type is right in fp32 if log-probs differ by at most 1e-5 in all settings. Otherwise, and in bf16, both forwards are compared
-with the same weights in a finer format (fp64 for fp32, fp32 for bf16): on average, the engine may differ from that at most 3
-times as much as the plain forward. Configurations: `tests/support/families.py`. Results: [models.jsonl](models.jsonl).
+The tested model of a type is small and has random weights, at least four layers, and the kinds of layers of published
+checkpoints. Its log-probs are compared with those of the module's plain forward in each of these settings: {settings}.
+A type is right in fp32 if they differ by at most 1e-5 in all settings. If they differ by more, and in bf16, the engine and
+the plain forward are both compared with a forward in a wider format (fp64 for fp32, fp32 for bf16). On average, the engine may
+differ from it at most 3 times as much as the plain forward. Configurations: `tests/support/families.py`. Results:
+[models.jsonl](models.jsonl).
 
 {summary}
 ## Right
 
 {runs}
-*Native layers*: C code runs all decoder layers in one call. *Module, our kernels*: transformers' code runs with the products,
-attention, convolutions and scans of this package. In both cases a token's bits do not depend on the batch. *Module, torch's
-products*: torch computes some product, so the last bits of samples may depend on the batch; the log gives the reason at load.
-The column is for the tested model in bf16 on an x86 CPU. Native layers need heads of a multiple of 32 columns, and other sizes:
-`glm4_moe`, `mixtral`, `olmoe` and `qwen3_moe` as published have them too. On CUDA recurrent layers run in Triton, and
-experts too with `exact`: see [cuda.md](decisions/cuda.md). Modules that text never reaches, such as towers for images, stay
-as they are.
+*Native layers*: C code runs the decoder layers, in one call if the model has no experts. *Module, our kernels*: transformers'
+code runs with the products, attention, convolutions and scans of this package. In both cases a token's bits do not depend on
+the batch. *Module, torch's products*: torch computes some product, so the last bits of samples may depend on the batch; the
+log gives the reason at load. The column is for the tested model in bf16 on an x86 CPU. Native layers need heads whose size is
+a multiple of 32. The tested models of `glm4_moe`, `mixtral`, `olmoe` and `qwen3_moe` have smaller heads; the published ones
+run as native layers. On CUDA, recurrent layers run in Triton, and with `exact` experts too: see
+[cuda.md](decisions/cuda.md). Modules that are not reached by text, such as vision towers, do not change.
 
 {served}
 ## Refused

@@ -21,7 +21,7 @@ from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 
 T = TypeVar("T")
-SERVICE_OPTIONS = {*ServiceConfig.__struct_fields__} - {"journal"}
+SERVICE_OPTIONS = {*ServiceConfig.__struct_fields__} - {"journal", "ledger"}
 JOIN_S = 60.0
 """for a service's thread to end: a bound for hangs only"""
 

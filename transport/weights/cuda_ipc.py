@@ -4,8 +4,8 @@
                        └─ spans [tensors, 3]: which memory, first byte, bytes
     service   opens each memory once ──→ slices, device → device, or → host where it stages there ──→ closes all
 
-What travels is bytes and integers in a Struct. The trainer holds the tensors until the version is live; what it writes to them
-meanwhile is noticed by the digests, which are those of the bytes that it found.
+The offer is a Struct of bytes and integers. The trainer keeps the tensors until the version is live. If it writes to them
+before that, the digests differ, since it computed them from the bytes at the offer.
 
 torch counts the readers of a storage in shared memory, for senders that do not wait for their readers, and keeps the memory of
 one whose readers never came. This sender waits, so it releases the count at once and sends none to the service.

@@ -1,4 +1,4 @@
-"""Lists on the wire that are longer than a header may be, each in a frame of its own: a manifest, the targets of an adapter."""
+"""Encodes long lists, such as a manifest or the targets of an adapter, as a separate frame: a header has a bounded length."""
 
 from __future__ import annotations
 

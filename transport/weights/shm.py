@@ -5,9 +5,8 @@
     service           maps /proc/PID/fd/FD read-only, and keeps the map as long as the same segment is offered
 
 A memfd has no name. It cannot be guessed, nothing must be unlinked, and when both ends have closed it, or died, it is gone.
-It is sealed against shrinking, so reading it cannot fault whatever the trainer does. Whether both ends see the same memory is
-tried, not configured: the nonce that the trainer writes in front of each payload must be there. `host_key` tells beforehand
-whether trying makes sense.
+It is sealed against shrinking, so reading it cannot fault. Whether both ends see the same memory is tested, not configured: the
+service must find the nonce that the trainer writes before each payload. `host_key` shows beforehand whether this can succeed.
 """
 
 from __future__ import annotations

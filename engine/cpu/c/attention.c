@@ -1,20 +1,20 @@
 /* Attention over paged KV on CPUs.
 
-   The result of a query depends on its own tokens alone. A query meets its context unit by unit, a unit being the
-   blocks of UNIT tokens from a multiple of UNIT on, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022),
-   and every number of it lives in lanes of its own: tiles of 1 … 6 queries, a shared or a private unit, one thread or many run
-   the same operations on the same lanes in the same order. A masked position adds exactly nothing. No query's units are ever
-   split over threads. A sink, one more score without a value, joins the sum of weights after the last unit; a soft cap bends scores
-   before they are masked.
+   The result of a query depends only on its own tokens. A unit is the blocks of UNIT tokens that begin at a multiple of UNIT. A
+   query processes its context one unit after another, with online softmax in fp32 (Milakov & Gimelshein 2018; Dao et al. 2022).
+   Each number of a query has its own lane. So tiles of 1 … 6 queries, shared and private units, and any number of threads run the
+   same operations on the same lanes in the same order. A masked position adds exactly 0. The units of a query are never split
+   over threads. A sink is one more score without a value: it is added to the sum of weights after the last unit. A soft cap is
+   applied to scores before they are masked.
 
-   The bits are the same for every VL: sums of weights are in LANES lanes, of which a vector holds VL, and what is packed or met
-   as one unit does not depend on VL either.
+   The bits are the same for every VL: sums of weights have LANES lanes, of which a vector holds VL, and neither packing nor the
+   units depend on VL.
 
-   Sharing: rows that stand beside each other and have the blocks of the next unit in common meet it together, so that it is
-   read once for all of them; they part where their tables differ (a walk over the trie of their tables, so prefixes nest).
+   Sharing: adjacent rows whose next unit has the same blocks process it together, so that it is read once for all of them. They
+   separate where their tables differ (a walk over the trie of the tables, so prefixes can be nested).
 
-   Memory. A layer of a block of the pool is K [kv_heads, block_size, dim] and then V [kv_heads, block_size, value_dim]; layers of
-   other shapes may lie beside it, and have steps of their own. Inside one head's K or V of one block the elements are packed into
+   Memory. A layer of a block of the pool is K [kv_heads, block_size, dim] and then V [kv_heads, block_size, value_dim]. A block may
+   also have layers of other shapes, for which attention is called separately. Inside one head's K or V of one block the elements are packed into
    32-bit words, VL words being one vector register. A word is one fp32, or a pair of bf16 (low half first):
 
        K   [block_size / VL][S][VL] words    word (tile, s, lane) = dims 2s, 2s+1 of token tile · VL + lane   (fp32: dim s)
@@ -24,9 +24,9 @@
    acc[query][lanes] += word[query][step] · B[step][lanes] without sums across lanes. Where block_size, D or E is no
    multiple of LANES, K and V stay plain [block_size][D or E] and are packed, zero-padded, when they are read.
 
-   bf16 is multiplied by vdpbf16ps where that is the fastest, else by the two FMA that it stands for: of each pair the odd product
-   first, then the even one, denormal numbers being zero. Weights are rounded to bf16 before they meet V,
-   and the rounded ones are summed, so that they add up to one. No contraction by the compiler: FMA is written out. */
+   bf16 is multiplied by vdpbf16ps if that is fastest, else by the two FMAs to which it is equal: of each pair the odd product
+   first, then the even one, with denormal numbers as zero. Weights are rounded to bf16 before they are multiplied by V, and the
+   rounded weights are summed, so that they add up to one. No contraction by the compiler: FMA is written out. */
 
 #include "vectors.h"
 
@@ -420,7 +420,7 @@ INLINE int end_token(const Item *w, int row) {
     int t = w->call->step->query_starts[row + 1];
     return t < w->t1 ? t : w->t1;
 }
-/* The unit as the row's tokens in this chunk see it: no blocks behind the last of them. */
+/* The unit for the row's tokens in this chunk: without blocks after the last of them. */
 INLINE Unit unit_of(const Item *w, int row, int64_t number) {
     const Step *s = w->call->step;
     const int64_t first = number * w->unit, last = w->position[end_token(w, row) - 1 - w->t0] / s->block_size;
@@ -432,7 +432,7 @@ INLINE int same(Unit a, Unit b) { return a.count == b.count && !memcmp(a.id, b.i
 /* Rows r0 … r1 - 1, which have unit `number` in common, from there on; `after` is what will be read when they are done. */
 static void walk(Item *w, int r0, int r1, int64_t number, Unit after) {
     const Call *c = w->call;
-    if (c->window > 0 && r1 == r0 + 1) { /* blocks that left the window may be anybody's */
+    if (c->window > 0 && r1 == r0 + 1) { /* blocks that left the window may belong to any sequence */
         int64_t from = (w->position[first_token(w, r0) - w->t0] - c->window + 1) / (w->unit * c->step->block_size);
         number = from > number ? from : number;
     }
@@ -591,7 +591,7 @@ int rollout_plan(Step *s, const int32_t *shared, int64_t groups) {
             for (int64_t o = r + 1; o < end; o++)
                 for (int64_t b = 0; b < next[2]; b++)
                     if (b >= s->table_row || s->table[o * s->table_row + b] != s->table[r * s->table_row + b]) return 6;
-        } else { /* single tokens beside each other make a chunk, a longer row its own */
+        } else { /* adjacent rows of one token are one chunk, a longer row is another */
             end = r + 1;
             while (s->query_starts[end] - s->query_starts[r] == end - r && end < s->rows &&
                    s->query_starts[end + 1] - s->query_starts[end] == 1 && !(next && next[0] == end))

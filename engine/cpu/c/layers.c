@@ -1,21 +1,21 @@
 /* All layers of a decoder in one parallel region, in bf16 or fp32, on any CPU.
 
-   Eager torch makes some fifty small kernels of a layer, each with a barrier of all threads. Here a model is a list of steps, each
-   with a barrier behind it:
+   Eager torch runs some fifty small kernels per layer, each with a barrier of all threads. Here a model is a list of steps, and
+   the threads meet at a barrier after each step:
 
        norm ─ multiply (q, k, v) ─ heads (norms, rope) ─ attend ───────────── multiply (o) + residual ─ norm ─ multiply (gated) ─
-       multiply (down) + residual                                                                     a layer of Llama's kind
+       multiply (down) + residual                                                                       a Llama-like layer
 
    A multiply whose inputs are cut into slices is a sum (sums.h), which ranks may share.
 
        norm ─ multiply (mixed, z, a, b) ─ convolve ─ decay ─ delta ─ gated norm ─ multiply (out) + residual ─ norm ─ …
                                                                                                       a gated delta net
 
-   A step names the tensors that it reads and writes by their numbers among the buffers of a forward; weights are read as they lie
-   in the parameters, [outputs][inputs], so that new ones are seen at once.
+   A step refers to the tensors that it reads and writes by their numbers among the buffers of a forward. Weights are read from the
+   parameters in place, [outputs][inputs], so a refresh in place takes effect at the next forward.
 
-   Every tensor that eager transformers would have written is rounded to bf16 where that rounds it, and the sums of a norm are in
-   the order of torch's own. Products are those of products.h, mixers of states those of recurrence.h. */
+   Numbers are rounded to bf16 where eager transformers rounds them, and the sums of a norm have torch's order. Products are
+   computed by products.h, recurrent mixers by recurrence.h. */
 
 #include "layout.h"
 #include "products.h"
@@ -40,7 +40,7 @@ INLINE vf as(vf x, int is_bf16) { return is_bf16 ? rounded(x) : x; }
 typedef struct {
     const void *weight; /* NULL: no norm */
     float eps;
-    int32_t plus_one; /* x · (1 + weight) in fp32, rounded once; else x is rounded before it meets the weight */
+    int32_t plus_one; /* x · (1 + weight) in fp32, rounded once; else x is rounded before it is multiplied by the weight */
 } Norm;
 
 /* The sum of squares of n numbers, a multiple of 32, added up as torch's `sum` does (cascade_sum, in vectors of 8): four chains

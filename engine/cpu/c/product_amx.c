@@ -1,11 +1,11 @@
 /* Product kernel for AMX tiles: 32 outputs × 32 rows at a time, K in natural order in four accumulators.
 
-   The weights are the left operand and are loaded where they lie; x is the right one and is packed once for all threads,
+   The weights are the left operand and are loaded in place; x is the right operand and is packed once for all threads:
 
        packed [blocks of 16 rows][words][16 rows], a word = inputs 2k and 2k + 1 of one row, zeros up to 32 inputs and 16 rows
 
-   so a tile of sums is [16 outputs][16 rows] and is transposed when it is done. A row's sums take the same steps whatever stands
-   in the other rows of its tile. Where a matrix ends inside a tile, its last outputs or inputs are copied beside zeros first. */
+   So a tile of sums is [16 outputs][16 rows], and is transposed at the end. The operations of a row's sums do not depend on the
+   other rows of its tile. Where a matrix ends inside a tile, its last outputs or inputs are first copied and padded with zeros. */
 
 #if defined(__AMX_BF16__) || defined(PORTABLE)
 #include "products.h"

@@ -1,6 +1,6 @@
 /* Interface of the product kernels, x · wᵀ: one file and one line of `product_for` (linear.c) for each kernel.
 
-   A kernel multiplies the rows of x with a *panel* of outputs, whose weights are read where they lie, and leaves fp32 sums; what
+   A kernel multiplies the rows of x with a *panel* of outputs, whose weights are read in place, and leaves fp32 sums; what
    becomes of these (bias, rounding, residual, silu · mul) is in linear.c and the same for all. The bits of a sum depend on its
    row of x and its row of weights alone. */
 #pragma once
@@ -47,7 +47,7 @@ typedef struct {
 
 INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outputs + product->panel - 1) / product->panel; }
 
-/* The weights of a panel, which lie together. Behind the last one: the panels of the product that follows, if any. */
+/* The weights of a panel, which lie together. After the last one: the panels of the next product, if any. */
 INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const Product *product) {
     if (panel >= panels(l, product)) {
         if (!then || panel - panels(l, product) >= panels(then, product)) return (Ahead){NULL, NULL};

@@ -1,12 +1,12 @@
 /* Recurrent layers, with a state of fixed size per sequence: causal depthwise convolutions, the gated delta rule, and Mamba-2.
    Bf16 or fp32 inputs, sums and states in fp32.
 
-   A row is a run of tokens of one sequence. Its first token meets the state of the slot that the row reads (zeros: -1), and the
-   state behind its last token goes to the slot that it writes (-1: nowhere), which may be the same one.
+   A row is a run of tokens of one sequence. It starts from the state in the slot that it reads (-1: zeros), and writes the state
+   after its last token to a slot (-1: none), which may be the same one.
 
-   A token takes the same operations in the same order wherever its row begins and ends: token by token, never in chunks.
-   Nothing crosses rows, heads, channels or columns but the sums named below, so that nothing depends on other rows or threads.
-   Each number has a lane of its own, or sums are in 16 lanes, so the bits do not depend on VL either. */
+   Tokens are computed one by one, never in chunks, so the operations of a token do not depend on where its row begins and ends.
+   Except for the sums named below, no operation combines numbers of different rows, heads, channels or columns, so results do not
+   depend on other rows or threads. Each number has its own lane, or sums have 16 lanes, so the bits do not depend on VL. */
 
 #include "flush.h"
 #include "layout.h"
@@ -61,7 +61,7 @@ INLINE vf as(vf x, int64_t is_bf16) { return is_bf16 ? rounded(x) : x; }
 INLINE float one(vf x) { return x[0]; }
 INLINE int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 
-/* to [padded(n)] = x [n], zeros behind it */
+/* to [padded(n)] = x [n], then zeros */
 INLINE void widen(const void *x, int64_t at, int64_t n, int64_t is_bf16, float *to) {
     for (int64_t i = 0; i < padded(n); i += VL) store(to + i, i < n ? get(x, at + i, n - i, is_bf16) : all(0));
 }
@@ -199,7 +199,7 @@ static void factors(const Delta *d, int64_t token, int64_t head, Token *t) {
     for (int64_t i = 0; i < n; i += VL) store(t->decay + i, d->by_channel ? exp_(load_some(g + i, n - i, 0)) : same);
 }
 
-/* What the next token's key reads of the state behind its decay. */
+/* The product of the next token's key and the decayed state. */
 INLINE void recall(Place from, int64_t keys, const Token *next, int nv, vf *recalled, const float *soon) {
     UNROLL for (int v = 0; v < nv; v++) recalled[v] = all(0);
     for (int64_t k = 0; k < keys; k++) {

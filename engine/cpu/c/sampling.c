@@ -40,7 +40,7 @@ typedef struct {
 
 enum { LANES = 16, BLOCK = 32 * LANES, MAX_BLOCKS = (1 << 20) / BLOCK };
 
-/* VL scaled logits from token i on; what lies behind the vocabulary is -inf. */
+/* VL scaled logits from token i on; -inf after the end of the vocabulary. */
 INLINE vf scaled(const Logits *l, int64_t i, int plain) {
     if (i >= l->n) return all(-INFINITY);
     const vf x = l->is_bf16 ? load_some_bf16((const bf16 *)l->logits + i, l->n - i, -INFINITY)
@@ -48,7 +48,7 @@ INLINE vf scaled(const Logits *l, int64_t i, int plain) {
     return plain ? x : x / all(l->temperature);
 }
 
-/* The first 8 of LANES lanes take on the others, one after the other as a vector of 8 would meet them. */
+/* The first 8 of LANES lanes take on the others, one after the other, in the order of a vector of 8. */
 INLINE void add_eights(vf *sum, const vf *x) {
 #if VL == 16
     const vu upper = {8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -225,7 +225,7 @@ static float cut(const Draw *d, int64_t i, Logits *l, float *w, float *x) {
     for (int64_t j = 0; j < n; j += VL) best = max_(best, load(x + j));
     const float top = lane_max(best);
     for (int64_t j = 0; j < n; j += VL) store(w + j, exp_(load(x + j) - all(top)));
-    float least = 1e-45f; /* the smallest there is: whatever has a weight */
+    float least = 1e-45f; /* the smallest number: keeps all tokens with a weight */
     if (d->temperature[i] > 0) {
         if (k > 0 && reaching(w, n, least, 1) > (double)k) least = edge(w, n, least, (double)k, 1, x);
         if (d->min_p[i] > least) least = d->min_p[i];

@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 #if VL == 16
-/* Words of rows i and i + 8 beside each other. */
+/* Words of rows i and i + 8, adjacent. */
 INLINE __m512i pair(const char *p, int64_t row) {
     const __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 8 * row));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
