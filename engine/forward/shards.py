@@ -49,7 +49,7 @@ class VocabularyParts(NamedTuple):
     """The tokens of the vocabulary that each rank has."""
 
     spans: list[tuple[int, int]]
-    """first token and the one behind the last"""
+    """first token, and the one after the last"""
     place: RankPlace
 
     def joined(self, logits: torch.Tensor) -> torch.Tensor:

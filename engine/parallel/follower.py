@@ -110,7 +110,7 @@ def follow(channel: RankChannel) -> None:
 
 
 def end_with(end: socket.socket) -> None:
-    """End this process when rank 0 has gone, whatever it is doing."""
+    """End this process when rank 0 has gone, also in the middle of a step."""
     gone = select.poll()
     gone.register(end, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
     while not gone.poll():
