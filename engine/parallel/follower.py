@@ -6,6 +6,7 @@ It ends when rank 0 does: the socket closes, or on Linux the kernel kills it. Wh
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import select
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -92,8 +94,8 @@ class Follower:
         return RankAnswer()
 
 
-def follow(channel: RankChannel) -> None:
-    """Load, and follow rank 0 until it ends."""
+def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None) -> None:
+    """Load, and follow rank 0 until it ends. ready: is called in between."""
     start = channel.recv()
     assert isinstance(start, Start)
     config = start.config
@@ -106,6 +108,7 @@ def follow(channel: RankChannel) -> None:
         return Weights(loaded.module)
 
     worker = open_rank(config, ranks, no_report, weigh, RankWorker)
+    ready()
     Follower(channel, worker, parts, start.staged_fd).run()
 
 
@@ -127,7 +130,7 @@ def main() -> int:
     channel = RankChannel(end, Order)
     threading.Thread(target=end_with, args=(end,), daemon=True).start()
     try:
-        follow(channel)
+        follow(channel, gc.freeze)  # no garbage is looked for among all of torch, in the middle of a step
     except (EOFError, OSError):
         return ENDED
     except Exception as error:
@@ -137,6 +140,8 @@ def main() -> int:
         if not known:
             raise
         return FAILED
+    finally:
+        gc.unfreeze()  # libraries report what is never collected as leaked
     return ENDED
 
 
