@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -241,19 +242,26 @@ def test_options_and_models_that_ranks_do_not_support_are_refused(tmp_path: Path
             ranked_engine(saved(tmp_path / "c", "float32"), 8, "float32")
 
 
-def test_a_killed_rank_ends_the_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number, reason",
+    [
+        (signal.SIGKILL, "rank 1 of 2 has ended: killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "rank 1 of 2 did not answer within 1 s", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_killed_or_hangs_ends_the_replica(tmp_path: Path, number: int, reason: str) -> None:
     """In processes, as they are served; no process is left."""
-    with closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32")) as engine:
+    with closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32", tp_timeout_s=1.0)) as engine:
         want = run(engine, [group("a", range(3, 9), n=2)])
         assert len(want) == 2
         _, other = (each["pid"] for each in engine.status()["ranks"])
         engine.submit(group("b", range(3, 9), n=2, max_tokens=200, ignore_eos=True))
         engine.step()
-        os.kill(other, 9)
-        with pytest.raises(DeviceLost, match="rank 1 of 2 has ended: killed by SIGKILL"):
+        os.kill(other, number)
+        with pytest.raises(DeviceLost, match=reason):
             for _ in range(400):
                 engine.step()
-        assert engine.has_work
+        assert engine.has_work, "the service steps again, and ends"
     assert not psutil.pid_exists(other)
 
 
