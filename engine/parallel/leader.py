@@ -30,7 +30,7 @@ from rollout.engine.forward.model import BrokenModel, in_one_line
 from rollout.engine.forward.shards import LoadedPart, check_folder
 from rollout.engine.kv.copies import Copied
 from rollout.engine.parallel.messages import Failed, Follow, RankAnswer, RankChannel, Reply, SleepRank, Start, WakeRank
-from rollout.engine.parallel.ranks import Ranks, RankWorker, open_rank, open_ranks
+from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks
 from rollout.engine.parallel.weights import DividedWeights, divided_weights
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost, Tag
@@ -222,7 +222,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def open_leader(config: EngineConfig, report: Report = no_report) -> Leader:
-    """Start the ranks of a replica and return rank 0's worker, when all have loaded. Raises ValueError."""
+    """Start the ranks of a replica and return rank 0's worker, when all have loaded. Raises ValueError; RankLost if another one
+    has ended meanwhile. The other ranks end with the thread that calls this, as Linux counts it."""
     check(config)
     if config.threads is None:
         config = msgspec.structs.replace(config, threads=max(1, torch.get_num_threads() // config.tp))
@@ -234,23 +235,23 @@ def open_leader(config: EngineConfig, report: Report = no_report) -> Leader:
         raise BrokenModel(f"model folder {config.model!r} cannot be loaded: {in_one_line(error)}") from error
     report(f"starting {config.tp} ranks")
     followers = Followers(config, width)
+    exchange: Exchange | None = None
     try:
-        shared = mmap.mmap(followers.shared_fd, shared_bytes(config.tp, width))
-        ranks: Ranks = open_ranks(config, 0, width, shared)
-        followers.watch(ranks.exchange)
+        ranks = open_ranks(config, 0, width, mmap.mmap(followers.shared_fd, shared_bytes(config.tp, width)))
+        exchange = ranks.exchange
+        followers.watch(exchange)
 
         def weigh(loaded: LoadedPart) -> Weights:
             return divided_weights(loaded.module, loaded.cuts, loaded.shapes, followers)
 
         worker = open_rank(config, ranks, report, weigh, Leader)
-    except RankLost as error:
-        lost = ranks.exchange.lost
-        reason = error if lost is None else followers.lost(lost)
+    except BaseException as error:
+        lost = None if exchange is None else exchange.lost
+        reason = None if lost is None else followers.lost(lost)  # the error here followed from it
         followers.close()
-        raise ValueError(f"tp={config.tp}: {reason}") from error
-    except BaseException:
-        followers.close()
-        raise
+        if reason is None:
+            raise
+        raise reason from error
     assert isinstance(worker, Leader)
     worker.lead(followers)
     return worker
