@@ -192,4 +192,4 @@ bench-gpu: $(GPU_READY)
 	done; exit $$failed
 
 clean:
-	rm -rf .venv $(INTEGRATIONS) $(RAY) $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest $(INTEGRATIONS) $(RAY) $(DOCS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import msgspec
 
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
+WeightName = Literal["auto", "int8"]
 
 
+BLOCK_SIZES = {"cpu": 32, "cuda": 64}
+"""default tokens of a KV block, by kind of device"""
 BOUNDS: dict[str, tuple[float, float]] = {
     "threads": (1, 4096),
     "drafts": (0, 64),
@@ -103,6 +107,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """folder of a transformers model; `rollout serve` also accepts a Hugging Face Hub id or the word smollm2"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the weights, and of KV if kv_dtype is auto"""
+    weight_dtype: WeightName = "auto"
+    """weights that the products of nn.Linear read, the LM head's included. auto: those in dtype. int8: codes of eight bits, 64
+    inputs to a scale, made from the weights at start and at each refresh, so that decode reads half the bytes; both together
+    take 1.5 times the memory. `use_exact` gives a trainer the same numbers. On the CPU only (docs/decisions/int8.md)"""
     kv_dtype: KVName = "auto"
     """dtype of KV. auto: same as dtype. fp8_e4m3: one byte per number and one scale per token and head, so the pools hold
     nearly twice the tokens; log-probs then differ from those of a trainer's forward by what `rollout bench fidelity` prints,
@@ -201,7 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
         if not self.block_size:
-            msgspec.structs.force_setattr(self, "block_size", 32 if self.device == "cpu" else 64)
+            msgspec.structs.force_setattr(self, "block_size", BLOCK_SIZES[self.device.partition(":")[0]])
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         _check_bounds(self, BOUNDS)
         need(
@@ -220,3 +228,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f"tree_sums=False with tp={self.tp}: the sums of ranks are a tree; leave tree_sums out",
         )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
+        need(
+            self.weight_dtype in get_args(WeightName),
+            f"weight_dtype={self.weight_dtype!r}: must be one of {', '.join(get_args(WeightName))}",
+        )
+        if self.weight_dtype == "int8":
+            self._check_int8(need)
+
+    def _check_int8(self, need: Callable[[bool, str], None]) -> None:
+        """Check what products in eight bits do not support."""
+        asked = f"weight_dtype={self.weight_dtype!r}"
+        need(self.isa != "torch", f"{asked} with isa='torch': it needs kernels; leave one of them out")
+        need(not self.sums_in_tree, f"{asked} with tree_sums or tp: sums over slices are not made in eight bits; leave one out")
+        need(not self.latent_kv, f"{asked} with latent_kv: that one reads kv_b_proj as a matrix; leave one of them out")

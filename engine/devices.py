@@ -24,7 +24,8 @@ import torch
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.exact_modules import sum_slices, whole_sums
+from rollout.engine.cpu.exact_modules import NotServed, sum_slices, whole_sums
+from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
@@ -162,6 +163,7 @@ class CpuDevice:
         self.isa, self.isa_reason = self.chosen.isa, self.chosen.why
         self._without_native = without_native(config, self.isa)
         self.fast_attention = "reference" if self._without_native else "native"
+        check_int8(config, self.isa, self.isa_reason)
         log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
         if self._without_native and config.attention == "auto":
             log.info("attention runs in plain torch, which is slow reason=%r", self._without_native)
@@ -181,10 +183,13 @@ class CpuDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
+        plain_weights(model.module)
         if config.tp == 1:  # ranks have marked their parts
             whole_sums(model.module)
             if config.sums_in_tree:
                 sum_slices(summed_linears(model.module), Summed(SLICES, None))
+        if config.weight_dtype == "int8":
+            self._use_int8(model)
         if model.states is not None and self.isa != "torch":
             model.recurrence.kernels = RecurrenceKernels(self.isa, self._threads)
             model.recurrence.keeps_inputs = True
@@ -198,6 +203,12 @@ class CpuDevice:
         if model.states is not None and model.recurrence.kernels is None:
             computes = scanned_in_chunks(computes)
         return computes
+
+    def _use_int8(self, model: Model) -> None:
+        try:
+            use_int8(model.module, self.isa, kept=True)
+        except NotServed as error:
+            raise UnsupportedModel(f'{model.name}: weight_dtype="int8": {error}; leave it out') from error
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         return None
@@ -235,6 +246,8 @@ class CudaDevice:
     fast_attention = "triton"
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        if config.weight_dtype != "auto":
+            raise ValueError(f"weight_dtype={config.weight_dtype!r} is for the CPU: leave it out with device={config.device}")
         if config.isa != "auto":
             raise ValueError(f"isa={config.isa!r} is for the CPU: leave it out with device={config.device}")
         if config.sums_in_tree:
@@ -334,6 +347,16 @@ def check_device(device: torch.device, model: ModelLike) -> None:
     """Raise ValueError for a model on another kind of device."""
     if model.device.type != device.type:
         raise ValueError(f"{model.name} is on {model.device}, but device={device}: set device={model.device}")
+
+
+def check_int8(config: EngineConfig, isa: str, isa_reason: str) -> None:
+    """Raise ValueError if weights in eight bits were asked for and the CPU, or another option, does not allow them."""
+    if config.weight_dtype != "int8":
+        return
+    if isa == "torch":
+        raise ValueError(f'weight_dtype="int8" needs kernels, and there are none here: {isa_reason}')
+    if config.weight_offload is not None:
+        raise ValueError('weight_dtype="int8" with weight_offload: products read the codes, which stay in memory; leave it out')
 
 
 def without_native(config: EngineConfig, isa: str) -> str:

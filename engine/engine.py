@@ -30,9 +30,10 @@ from rollout.engine.types import (
     TokenChunk,
     WeightUpdate,
 )
+from rollout.engine.weights.in_process import update_from
 from rollout.engine.weights.live import Weights, WeightsTorn
-from rollout.engine.weights.staging import Staging, source_of
-from rollout.engine.weights.tensors import NamedTensors, describe, named_pairs, with_digest
+from rollout.engine.weights.staging import Staging
+from rollout.engine.weights.tensors import NamedTensors, named_pairs
 from rollout.engine.worker import Report, no_report, open_worker
 
 
@@ -214,10 +215,10 @@ class Engine:
 
         Raises InvalidWeights (a ValueError) naming the tensor; the old weights serve on."""
         started = time.perf_counter()
-        described = [describe(name, tensor) for name, tensor in named_pairs(named_tensors)]
-        staging = self.stage(WeightUpdate([with_digest(*each) for each in described], version, partial))
+        update, source = update_from(named_pairs(named_tensors), self.worker.device.memory, version, partial)
+        staging = self.stage(update)
         try:
-            staging.feed_all(source_of(data for _, data in described))
+            staging.feed_all(source)
             refreshed = self.commit(staging, kv)
         finally:
             staging.close()

@@ -38,7 +38,7 @@ class StatusSources(Protocol):
 def status(engine: StatusSources) -> dict[str, Any]:
     """Return the status report of an engine, as JSON types."""
     scheduler, version, worker = engine.scheduler, engine.version, engine.worker
-    size = worker.kv.block_size
+    size, dtype = worker.kv.block_size, str(worker.model.geometry.dtype).removeprefix("torch.")
     sequences = [seq for state in scheduler.state.groups.values() for seq in state.sequences.values()]
     return {
         "model": worker.model.name,
@@ -48,7 +48,8 @@ def status(engine: StatusSources) -> dict[str, Any]:
         "isa": worker.device.isa,
         "isa_reason": worker.device.isa_reason,
         **_computes(worker.kernels),
-        "dtype": str(worker.model.geometry.dtype).removeprefix("torch."),
+        "dtype": dtype,
+        "weight_dtype": dtype if worker.config.weight_dtype == "auto" else worker.config.weight_dtype,
         "overlap": engine.overlap,
         "graphs": worker.graphs is not None,
         "state": engine.mode.value,

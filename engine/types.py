@@ -720,6 +720,8 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     redraw: bool = False
     """with `score`: draw each token of `partials` again, with the counters of its child. A child ends with the first draw that
     is another token, or that ends a child; its tokens are the draws"""
+    label: str = ""
+    """the client's id of the group where `id` is another one, for messages to people"""
 
     def __repr__(self) -> str:
         """Describe the group in one line."""
@@ -971,6 +973,9 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     """the new weights are base + adapter, and the manifest lists the adapter's tensors; None: it lists whole tensors"""
     on_device: bool = False
     """the payload is on the model's device; it is staged there if there is room"""
+    stays: bool = False
+    """the payload can be read once more at the commit, and a source that has returned its last byte begins again: without room,
+    it replaces the live weights in place"""
 
 
 class BaseMismatch(ValueError):

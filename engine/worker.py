@@ -41,6 +41,7 @@ from rollout.engine.forward.model import (
 from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geometry
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+from rollout.engine.forward.versions import check_versions
 from rollout.engine.kv.block import PoolCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
@@ -49,7 +50,6 @@ from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_s
 from rollout.engine.kv.states import StatePages
 from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
 from rollout.engine.types import Routing, Tag, WeightUpdate
-from rollout.engine.versions import check_versions
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 
@@ -351,10 +351,12 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
     tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
+    int8 = config.weight_dtype == "int8"
+    if int8 and not isinstance(model, Model):
+        raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(
-        model, backend, path, arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, tree=config.sums_in_tree)
-    )
+    name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, tree=config.sums_in_tree)
+    kernels = ModelKernels(model, backend, path, name)
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))

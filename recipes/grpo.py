@@ -93,6 +93,8 @@ class Options:
     """questions that are never trained on, asked greedily before and after; 0 = none"""
     exact: bool = True
     """the trainer's forward has the service's bits; --no-exact trains with plain transformers"""
+    int8: bool = False
+    """the service reads weights in eight bits (weight_dtype = "int8"); with --exact the trainer computes with them, too"""
     replay: bool = False
     """of a mixture of experts: the trainer's routers choose the experts that the service chose (R3)"""
     partial: bool = False
@@ -108,6 +110,8 @@ class Options:
     """of a service of this model that runs, or of a cache in front of it (`rollout cache`); default: start a service"""
     out: Path = Path("grpo-run")
     """folder for rewards.jsonl, curves.png and wandb's files"""
+    checkpoints: Path | None = None
+    """folder for the weights of each version, in a folder of its number, for `rollout replay --weights`"""
     save: Path | None = None
     """folder for the trained model and its tokenizer, for `rollout serve --model FOLDER`; adapters are merged"""
     wandb: bool = True
@@ -246,6 +250,8 @@ def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.M
         norm = learner.step()
         phase("refresh")
         weights = push(client, model, step + 1) if options.refresh else {}
+        if options.checkpoints is not None:
+            policy.save(model, None, options.checkpoints / str(step + 1))
         lag = policy.lags(groups, step)
         slowest = max(sample.seconds for group in groups for sample in group)
         seconds, began = time.perf_counter() - began, time.perf_counter()
@@ -414,6 +420,8 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
     Raises KeyboardInterrupt and NothingToLearn after the results of the finished steps were kept."""
     if options.wandb and importlib.util.find_spec("wandb") is None:
         raise InputError("wandb is not installed: pip install 'rl-rollout[wandb]', or give --no-wandb")
+    if options.checkpoints is not None and options.lora:
+        raise InputError("--checkpoints with --lora: the weights would have to be merged at each step; leave one of them out")
     say(f"loading {options.model}")
     from rollout.engine.cpu.backward import fast_in_bf16
     from rollout.exact import use_exact
@@ -507,7 +515,7 @@ def report(options: Options, task: Task, outcome: Outcome) -> None:
 def service_config(options: Options, folder: Path) -> Config:
     engine = EngineConfig(
         model=str(folder), kv_gib=options.kv_gib, cpu_offload_gib=options.kv_gib, seed=options.seed, threads=options.threads,
-        routed_experts=options.replay,
+        routed_experts=options.replay, weight_dtype="int8" if options.int8 else "auto",
     )  # fmt: skip
     return Config(engine=engine, tracking=TrackingConfig(interval_s=2.0, audit_every=16))
 

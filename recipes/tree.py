@@ -11,6 +11,9 @@
 A branch is nothing but a group whose prompt is prompt + the first k tokens of the sample. The service finds the KV of these
 tokens, generated ones included, in its prefix index, so a branch prefills less than a block of tokens.
 
+The sample itself can also continue otherwise, with its own index and counters: `otherwise` replays it from its receipt up to
+the position where most was won or lost, and changes the seed from there on.
+
 VinePPO: Kazemnejad et al., "VinePPO: Refining Credit Assignment in RL Training of LLMs" (2024).
 """
 
@@ -24,7 +27,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rollout import RolloutClient, Sample, Sampling, models
+from rollout import Change, RolloutClient, Sample, Sampling, models
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.process import service_process
@@ -94,6 +97,18 @@ def grow(
     return Vine(sample, where, np.array(values), reward(sample.token_ids))
 
 
+def otherwise(
+    client: RolloutClient, prompt: Sequence[int], sample: Sample, sampling: Sampling, token: int, seed: int
+) -> Sample:
+    """Return the sample as it would be with another seed from a token on. sampling: of its group. Raises RuntimeError if the
+    service has other weights by now."""
+    change = Change(token=token, sampling={"seed": seed})
+    (made,) = client.replay([client.receipt(sample, prompt, sampling)], [prompt], change=change, timeout=600)
+    if made.sample is None:
+        raise RuntimeError(made.why)
+    return made.sample
+
+
 def product(rng: np.random.Generator) -> tuple[str, int]:
     """Make a question and its answer."""
     a, b = rng.integers(2, 10, 2)
@@ -135,6 +150,9 @@ def main(options: Options) -> list[Vine]:
             hits, prefilled = (after[key] - before[key] for key in ("prefix_hit_tokens", "prefill_tokens"))
             print(f"{question}  ({hits} prefix tokens found in the KV, {prefilled} prefilled)")
             show(vine, tokenizer)
+            turn = int(vine.positions[np.abs(vine.advantages).argmax()])
+            other = otherwise(client, prompt, sample, replace(sampling, n=options.n), turn, options.seed + 1)
+            print(f"  with another seed from token {turn} on: reward {reward(other.token_ids):.0f}")
             vines.append(vine)
     return vines
 

@@ -135,6 +135,15 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """name of this replica in the router's status; default: HOST-PID. A process that restarts under the same name is the same
     replica"""
 
+    verify: float = 0.0
+    """share of the finished children of untrusted replicas, 0 to 1, that a trusted replica computes again before they are
+    delivered; the first lie bans the replica's key; 0 = none"""
+    trust: tuple[str, ...] = ()
+    """replicas that verify others and are not verified: names of their keys, or of replicas that join without a key; "local" =
+    all that this router starts"""
+    verify_wait_s: float = 60.0
+    """longest time in seconds that a sample waits for its verdict; then it is delivered unverified, and counted as skipped"""
+
     @property
     def is_router(self) -> bool:
         """Whether this process is a router: it has replicas instead of an engine."""
@@ -150,7 +159,11 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"ray_cpus={self.ray_cpus}: must be at least 1")
         if not self.router_grace_s > 0:
             raise ValueError(f"router_grace_s={self.router_grace_s}: must be positive")
-        _check_seconds(self, "replica_grace_s", "router_grace_s")
+        if not 0 <= self.verify <= 1:
+            raise ValueError(f"verify={self.verify}: must be 0 (none) to 1 (all)")
+        if not self.verify_wait_s > 0:
+            raise ValueError(f"verify_wait_s={self.verify_wait_s}: must be positive")
+        _check_seconds(self, "replica_grace_s", "router_grace_s", "verify_wait_s")
 
     def check(self) -> None:
         """Raises ValueError for fields that exclude or require each other."""
@@ -158,6 +171,11 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("ray_join or ray_cpus without ray, which has the replicas on a Ray cluster")
         if self.ray is not None and not self.replicas:
             raise ValueError(f"ray={self.ray!r} without replicas: say how many")
+        if bool(self.verify) != bool(self.trust):
+            given, missing = ("verify", "trust, who verifies") if self.verify else ("trust", "verify, the share of children")
+            raise ValueError(f"{given} without {missing}: give both")
+        if self.verify and not self.is_router:
+            raise ValueError("verify without replicas or listen_replicas: a router verifies")
         if self.join is not None and (self.replicas or self.listen_replicas is not None):
             raise ValueError("join together with replicas or listen_replicas: a process is a replica or a router, not both")
 

@@ -4,7 +4,9 @@ pytest, what these bring, and the wheels that `make wheels` says are to be carri
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -140,6 +142,47 @@ def test_wheels_are_for_the_python_that_was_named(version: str, tmp_path: Path) 
 
     assert installable(minor) == carried()
     assert "msgspec" not in installable(minor + 1)
+
+
+def interpreter(version: str) -> Path | None:
+    """Return a Python of this minor version; None: there is none here."""
+    found = shutil.which(f"python{version}")
+    others = [Path(found)] if found else []
+    others += sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    works = [each for each in others if subprocess.run([each, "-c", "import venv, ensurepip"], timeout=60).returncode == 0]
+    return works[-1] if works else None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.12"])
+def test_a_clean_environment_installs_them_without_a_network(version: str, tmp_path: Path) -> None:
+    """And collects the tests for a GPU, beside torch, Triton, transformers and pytest of the environment OLDEST names
+    (`tests.support.version_ends`), if that is of the same Python."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    command = ["make", "wheels", f"PYTHON={sys.executable}", f"WHEELS={tmp_path / 'wheels'}", f"GPU_VERSION={version}"]
+    subprocess.run(command, cwd=ROOT, timeout=300, check=True)
+    subprocess.run([python, "-m", "venv", tmp_path / "env"], timeout=300, check=True)
+    own = tmp_path / "env/bin/python"
+    offline = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    install = [own, "-m", "pip", "install", "--quiet", "--no-deps", *(tmp_path / "wheels").iterdir()]
+    subprocess.run(install, env=offline, timeout=300, check=True)
+    loads = "import msgspec, psutil, zmq, tomli_w, xxhash"  # tyro takes typing_extensions, which torch brings
+    subprocess.run([own, "-c", loads], env=offline, timeout=60, check=True)
+    there = os.environ.get("OLDEST")
+    if there is None or site_of(there).parts[-2] != f"python{version}":
+        pytest.skip("installed; without an environment OLDEST nothing is collected")
+    (site_of(own) / "there.pth").write_text(str(site_of(there)))
+    collect = [own, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "-W", "default", "tests/gpu"]
+    told = subprocess.run(collect, cwd=ROOT, env=offline, capture_output=True, text=True, timeout=300)
+    assert told.returncode == 0 and told.stdout.count("::") > 100, told.stdout[-2000:] + told.stderr[-2000:]
+
+
+def site_of(python: str | Path) -> Path:
+    """Return where an interpreter has its packages."""
+    told = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True, timeout=60)
+    return Path(told.strip())
 
 
 def test_every_test_for_a_gpu_is_run() -> None:

@@ -259,7 +259,10 @@ class NativeAttention:
         q_heads, D], key and value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer;
         the heads of query may be further apart. They, the batch and the pool must outlive the calls, which run once."""
         places = [located(layer, batch, kv) for layer in range(len(asked))]
-        steps = [self._step_of(of, pools, at, query.shape[1]) for at, of, pools in places]
+        if batch.windowed is None and kv.data.dim() == 6:  # all layers have one shape and one block table
+            steps = [self._step_of(batch, kv, 0, query.shape[1])] * len(asked)
+        else:
+            steps = [self._step_of(of, pools, at, query.shape[1]) for at, of, pools in places]
         for step in {step.address: step for step in steps}.values():
             assert (step.at >= 0).all()
             assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])

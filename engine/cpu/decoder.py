@@ -22,6 +22,7 @@ from torch import nn
 from rollout.engine.cpu.attention import LayerCalls, NativeAttention
 from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.functions import in_whole_vectors
+from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.cpu.layer_steps import STRUCTS, ForwardStruct, NotNative, Steps, StepStruct, head_steps, layer_steps, need
 from rollout.engine.cpu.recurrence import ROW_ERRORS, RowsStruct, rows_struct
@@ -48,7 +49,8 @@ class NativeDecoder:
         dtypes = {parameter.dtype for parameter in module.parameters()}
         need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
         self.body = module.base_model
-        self.parameters = list(module.parameters())
+        self.parameters = [*module.parameters(), *codes_in(module)]
+        """parameters, and codes of those that products read in eight bits"""
         self.addresses: list[int] = []
         """of the parameters that the steps read"""
         self.layers, self.head = self._read()
@@ -106,7 +108,7 @@ class NativeDecoder:
         """Describe a forward. Its arguments must outlive it, and `_keep` is what else must."""
         x = tensors["x"]
         buffers = (c_void_p * len(steps.widths))(*(tensors[name].data_ptr() for name in steps.widths))
-        packed = self.kernels.packed(len(x), steps.inputs, x.dtype)
+        packed = self.kernels.packed(len(x), steps.inputs, x.dtype, steps.int8)
         for inputs, slices in steps.summed:
             packed = max(packed, self.sums.packed(len(x), inputs, slices, x.dtype), key=len)
         work = ForwardStruct(

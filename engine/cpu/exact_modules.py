@@ -30,10 +30,11 @@ from transformers.integrations.moe import _default_apply_gate
 from rollout.engine.cpu.backward import product
 from rollout.engine.cpu.experts import ExpertKernels, as_routes, sort_routes
 from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
+from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
 from rollout.engine.cpu.sums import Summed
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
-from rollout.engine.forward.routes import is_experts
+from rollout.engine.forward.routes import is_experts, norms_after
 
 MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 """products of rows with a matrix [inputs, outputs] that are answered with ours"""
@@ -205,7 +206,7 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
         up = linear(hidden[tokens], *first(expert), products)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)
         out = linear(inner, *second(expert), products)
-        if self.has_post_expert_norm:
+        if norms_after(self):
             out = self.post_expert_norm(out)
         total = total.index_add(0, tokens, out.float() * top_k_weights.flatten()[at].float()[:, None])
     return total.to(hidden.dtype)
@@ -225,7 +226,7 @@ def _experts_at_once(
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     bias = self.down_proj_bias if self.has_bias else None
     out = kernels.grouped(inner, self.down_proj, bias, routes, gather=False, by_input=by_input)
-    return kernels.combine(self.post_expert_norm(out) if self.has_post_expert_norm else out, top_k_weights, routes)
+    return kernels.combine(self.post_expert_norm(out) if norms_after(self) else out, top_k_weights, routes)
 
 
 def _matrices(experts: Any, name: str) -> Callable[[int], tuple[torch.Tensor, torch.Tensor | None]]:
@@ -288,12 +289,12 @@ def unreached(module: nn.Module, called: Callers) -> Iterator[nn.Module]:
 
 def use_products(module: nn.Module, isa: str, skipped: Collection[nn.Module] = ()) -> None:
     """Make every nn.Linear, SiLU, router and module of experts, and the heads that store latents, compute with
-    `products_of(isa)`, in place. skipped: submodules that are left as they are.
+    `products_of(isa)`, in place. skipped: submodules that are left as they are. An nn.Linear that computes in eight bits stays.
 
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
     other matrices than those of embeddings, experts and routers; NativeUnavailable. The module is unchanged then."""
     products = products_of(isa)
-    named = [(name, each) for name, each in module.named_modules() if each not in skipped]
+    named = [(name, each) for name, each in module.named_modules() if each not in skipped and type(each) is not Int8Linear]
     linears = [_served(name, each) for name, each in named if isinstance(each, nn.Linear)]
     if products.sums is None and (summed := [name for name, each in named if summed_of(each) is not None]):
         raise NotServed(f"{summed[0]} is summed in a tree over slices, and isa={isa} has no kernels for it")

@@ -33,7 +33,7 @@ class Team(ctypes.Structure):
 class Tuning(ctypes.Structure):
     """`Tuning` of c/threads.h: choices of products that change no bit."""
 
-    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "near")]
+    _fields_ = [(name, c_int64) for name in ("dot", "piece", "few", "bytes")]
 
 
 class _Draw(ctypes.Structure):
@@ -52,14 +52,14 @@ class Linear(ctypes.Structure):
 
     _fields_ = [
         ("w", c_void_p), ("bias", c_void_p),
-        *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input", "row")),
+        *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input", "int8", "row")),
     ]  # fmt: skip
 
 
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Describe contiguous tensors, which must outlive the struct."""
     addresses = weight.data_ptr(), None if bias is None else bias.data_ptr()
-    return Linear(*addresses, *weight.shape, weight.dtype == torch.bfloat16, False, weight.shape[1])
+    return Linear(*addresses, *weight.shape, weight.dtype == torch.bfloat16, False, 0, weight.shape[1])
 
 
 def _room_for(work: _Draw, top: np.ndarray) -> TopLogprobs:
@@ -83,7 +83,7 @@ class Kernels:
         self.library = load(self.path)
         check_layout(self.library, "rollout_layout_sampling", Draw=_Draw, Team=Team)
         check_layout(self.library, "rollout_layout_products", Linear=Linear, Tuning=Tuning)
-        self.library.rollout_packed_bytes.restype = c_int64
+        self.library.rollout_packed_bytes.restype = self.library.rollout_int8_packed_bytes.restype = c_int64
         if self.library.rollout_prepare():
             raise NativeUnavailable(f"the operating system does not allow this process to use {isa} (arch_prctl)")
         self.tuning = Tuning()
@@ -237,8 +237,12 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a buffer for `rows` rows of the widest of `inputs`, in the layout that products read."""
+    def packed(self, rows: int, inputs: Iterable[int], dtype: torch.dtype, int8: bool = False) -> torch.Tensor:
+        """Allocate a buffer for `rows` rows of the widest of `inputs`, in the layout that products read. int8: of those in
+        eight bits."""
+        if int8:
+            sizes = [self.library.rollout_int8_packed_bytes(c_int64(rows), c_int64(n)) for n in inputs]
+            return torch.empty(max(sizes), dtype=torch.uint8)
         team, is_bf16 = self.team(), dtype == torch.bfloat16
         sizes = [
             self.library.rollout_packed_bytes(ctypes.byref(team), c_int64(rows), c_int64(n), c_int64(is_bf16)) for n in inputs

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.exact_modules import SILU, ExactLinear, ExactSiLU, is_depthwise, summed_of
+from rollout.engine.cpu.int8 import Int8Linear, int8_struct
 from rollout.engine.cpu.kernels import Linear, linear_struct
 from rollout.engine.cpu.recurrence import EPS, MOST, MOST_TAPS, RowsStruct
 from rollout.engine.cpu.sums import ROWS, Exchange, Summed
@@ -164,6 +165,8 @@ class Steps:
         """inputs and slices of those that are summed over slices"""
         self.exchange: Exchange | None = None
         """with other ranks, or with none; None: nothing is summed over slices"""
+        self.int8 = False
+        """whether there are products in eight bits"""
         self.made: list[tuple[int, ctypes.Structure]] = []
         """kind and arguments of each"""
         self.heads: tuple[int, int, int, int] | None = None
@@ -199,13 +202,15 @@ class Steps:
     ) -> None:
         """Multiply a tensor by one to four matrices: to[i], or to[0] = act(first) · second if gated."""
         for linear in linears:
-            need(type(linear) in (nn.Linear, ExactLinear), f"a {type(linear).__name__} instead of an nn.Linear")
+            need(type(linear) in (nn.Linear, ExactLinear, Int8Linear), f"a {type(linear).__name__} instead of an nn.Linear")
+            need(type(linear) is type(linears[0]), "products of the same input, some in eight bits")
             need(linear.weight.shape[1] == inputs, f"layers with different products, one of {tuple(linear.weight.shape)}")
         outputs = [self.tensor(name, len(each.weight)) for name, each in zip(to, linears, strict=False)]
         other = NONE if residual is None else self.tensor(residual, len(linears[0].weight))
-        structs = (Linear * MOST_PRODUCTS)(*(linear_struct(each.weight, each.bias) for each in linears))
+        structs = (Linear * MOST_PRODUCTS)(*(struct_of(each) for each in linears))
         places = (c_int64 * MOST_PRODUCTS)(*outputs, *[NONE] * (MOST_PRODUCTS - len(outputs)))
         self.inputs.add(inputs)
+        self.int8 |= isinstance(linears[0], Int8Linear)
         self.add(MULTIPLY, MultiplyStep(structs, len(linears), gated, self.tensor(source, inputs), other, places))
 
     def sum(self, linear: Any, summed: Summed, source: str, to: str, residual: str | None) -> None:
@@ -226,6 +231,15 @@ class Steps:
     def array(self) -> ctypes.Array[StepStruct]:
         """The steps for C, after the last one was added; this object must outlive them."""
         return (StepStruct * len(self.made))(*(StepStruct(kind, ctypes.addressof(what)) for kind, what in self.made))
+
+
+def struct_of(linear: Any) -> Linear:
+    """Describe the weight that a product reads. Raises NotNative for codes that are made in each forward."""
+    if not isinstance(linear, Int8Linear):
+        return linear_struct(linear.weight, linear.bias)
+    need(linear.twin is not None, "codes of eight bits that are not kept")
+    assert linear.twin is not None
+    return int8_struct(linear.weight, linear.twin.data, linear.bias)
 
 
 def layer_steps(module: Any) -> Steps:

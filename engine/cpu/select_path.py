@@ -22,6 +22,8 @@ from torch import nn
 from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder
 from rollout.engine.cpu.exact_modules import NotServed, plain_products, summed_of, unreached, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.int8 import Int8Linear, int8_kernels
+from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.layer_steps import NotNative
 from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
 from rollout.engine.cpu.sums import Summed
@@ -66,7 +68,12 @@ def decide(
         log.warning("torch's own products are used, so samples may depend on the batch model=%s reason=%r", name, str(error))
         decoder, arithmetic, why = None, f"{torch_arithmetic()}{BATCH}", str(error)
         exact = _logits(module_forward, module)
-    torch_bits = not _differ(exact, plain) and (arithmetic.endswith(BATCH) or products_like_torch(module, products))
+    in_eight_bits = bool(codes_in(module))
+    torch_bits = (
+        not in_eight_bits
+        and not _differ(exact, plain)
+        and (arithmetic.endswith(BATCH) or products_like_torch(module, products))
+    )
     if decoder is not None and (failed := why_not(decoder, module, exact, module_forward)):
         decoder, why = None, failed
         log.warning("transformers runs the layers, which is slower model=%s reason=%r", name, why)
@@ -136,20 +143,24 @@ def check_products(module: nn.Module, products: Products) -> float:
 
     The bound: K products are summed in fp32 in any order, with an error of at most K · 2⁻²⁴ · Σ|x·w| (Higham, "Accuracy and
     Stability of Numerical Algorithms", 4.2), and the sum is rounded once to bf16, by at most 2⁻⁸ of itself. Raises WrongNumbers
-    beyond it."""
+    beyond it. In eight bits the sum is that of the numbers that the codes stand for, and their scales are rounded, too."""
     worst = 0.0
     for name, linear in _one_of_each_shape(module).items():
         weight, bias = linear.weight, linear.bias
         outputs = torch.linspace(0, len(weight) - 1, min(OUTPUTS, len(weight))).long()
         x = torch.randn(CHECKED_ROWS[-2], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        w, b = weight[outputs], 0.0 if bias is None else bias[outputs].double()
         summed = summed_of(linear)
-        if summed is None or products.sums is None:
-            got = products.linear(x, weight, bias)[:, outputs].double()
+        if isinstance(linear, Int8Linear):
+            kernels = int8_kernels(linear.isa)
+            got, x, w = linear(x), kernels.rounded(x.float(), False), kernels.rounded(w.float(), True)
+        elif summed is not None and products.sums is not None:
+            got = products.sums.linear(x, weight, bias, Summed(summed.slices, None))
         else:
-            got = products.sums.linear(x, weight, bias, Summed(summed.slices, None))[:, outputs].double()
-        w, b = weight[outputs].double(), 0.0 if bias is None else bias[outputs].double()
-        sums, sizes = x.double() @ w.T + b, x.double().abs() @ w.abs().T + (b if bias is None else b.abs())
-        bound = (weight.shape[1] + 1) * 2.0**-24 * sizes
+            got = products.linear(x, weight, bias)
+        got, x, w = got[:, outputs].double(), x.double(), w.double()
+        sums, sizes = x @ w.T + b, x.abs() @ w.abs().T + (b if bias is None else b.abs())
+        bound = (weight.shape[1] + (4 if isinstance(linear, Int8Linear) else 1)) * 2.0**-24 * sizes
         if weight.dtype == torch.bfloat16:
             bound += 2.0**-8 * (sums.abs() + bound)
         far = float(((got - sums).abs() / (bound + 1e-30)).nan_to_num(torch.inf).max())

@@ -86,7 +86,7 @@ class TritonAttention:
         except ValueError as error:
             raise TritonUnavailable(str(error)) from error
         """for small and for large tiles"""
-        self.launches_in_fp8 = with_codes(self.launches)
+        self.launches_in_fp8 = with_codes(self.launches, capacity.widest)
         at_once = [programs or processors * launch.programs for launch in self.launches]
         self.groups = (max(1, at_once[0] // capacity.kv_heads), max(1, at_once[1] // capacity.kv_heads))
         """programs that run at the same time per KV head, for small and for large tiles"""

@@ -98,10 +98,10 @@ def columns(VALUE_PAD: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def halved(q):
+def halved(q, FP8: tl.constexpr):
     """Return rows [M, D] in fp16, each divided by a power of two, and these powers [M], for products with e4m3 codes. Numbers
-    below 2^-32 of a row's largest lose bits. Rows in fp32 stay as they are."""
-    if q.dtype == tl.float32:
+    below 2^-32 of a row's largest lose bits. Without FP8, and in fp32, rows stay as they are."""
+    if not FP8 or q.dtype == tl.float32:
         return q, tl.full((q.shape[0],), 1.0, tl.float32)
     else:
         bits = tl.max(magnitude(q.to(tl.float32)), 1) & 0x7F800000
@@ -262,6 +262,40 @@ def oldest_key(position, live, last, window):
 
 
 @triton.jit
+def keys(k_at, at, there, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGED: tl.constexpr):
+    """Load K [DIM_PAD, N] of the tokens `at`. PAGED: from one block, whose other numbers give scores that are not seen, even if
+    they are NaN."""
+    d = tl.arange(0, DIM_PAD)[:, None]
+    place = (k_at + at * DIM)[None, :] + d
+    if not PAGED:
+        return tl.load(place, mask=there[None, :] & (d < DIM), other=0)
+    elif DIM == DIM_PAD:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=d < DIM, other=0)
+
+
+@triton.jit
+def coded_values(v_at, at, there, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, PAGED: tl.constexpr, WIDEN: tl.constexpr):
+    """Load V in fp8, as `decoded_pairs` returns it. Codes are finite, and their scales are zero where they are not seen."""
+    pair = tl.arange(0, VALUE_PAD // 2)
+    place = (v_at + at * (VALUE // 2))[:, None] + pair[None]
+    if PAGED and VALUE == VALUE_PAD:
+        return decoded_pairs(tl.load(place), WIDEN)
+    else:
+        return decoded_pairs(tl.load(place, mask=there[:, None] & (pair < VALUE // 2)[None], other=0), WIDEN)
+
+
+@triton.jit
+def scored(products, share, k_scale, scaling, before, CAP: tl.constexpr, FP8: tl.constexpr):
+    """Return the scores of products of queries, divided by `share`, with keys, divided by `k_scale`."""
+    if CAP:
+        return bent(products * (before * share)[:, None] * k_scale if FP8 else products * before) * scaling
+    else:
+        return products * (scaling * share)[:, None] * k_scale if FP8 else products * scaling
+
+
+@triton.jit
 def turned(
     m, s, a, query, q, share, position, behind, turn, oldest, last, data, words, blocks, head, layer_at, block_stride, scaling,
     before, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
@@ -273,8 +307,6 @@ def turned(
     takes little more than half the instructions."""
     PER: tl.constexpr = (CHUNK + N - 1) // N
     PAGED: tl.constexpr = BLOCK % N == 0
-    d = tl.arange(0, DIM_PAD)
-    e = tl.arange(0, VALUE_PAD)
     key = tl.arange(0, N)
     inside = turn % PER * N + key
     n = turn // PER * CHUNK + inside
@@ -289,19 +321,10 @@ def turned(
         at, first = n % BLOCK, head * BLOCK
     layer = block * block_stride + layer_at
     k_at, v_at = layer + first * DIM, layer + HEADS * BLOCK * DIM + first * VALUE
-    keys_at = (data + k_at + at * DIM)[None, :] + d[:, None]
-    if PAGED:  # other numbers of the block, even if they are NaN, give scores that are not seen
-        k = tl.load(keys_at, mask=(d < DIM)[:, None], other=0) if DIM < DIM_PAD else tl.load(keys_at)
-    else:
-        k = tl.load(keys_at, mask=there[None, :] & (d < DIM)[:, None], other=0)
-    v_scale = 1.0
+    k = keys(data + k_at, at, there, DIM, DIM_PAD, PAGED)
+    k_scale, v_scale = 1.0, 1.0
     if FP8:
-        pair = tl.arange(0, VALUE_PAD // 2)
-        pairs = (data.to(tl.pointer_type(tl.int16)) + v_at // 2 + at * (VALUE // 2))[:, None] + pair[None]
-        if PAGED and VALUE == VALUE_PAD:  # codes are finite, and their scales are zero where they are not seen
-            v = decoded_pairs(tl.load(pairs), WIDEN)
-        else:
-            v = decoded_pairs(tl.load(pairs, mask=there[:, None] & (pair < VALUE // 2)[None], other=0), WIDEN)
+        v = coded_values(data.to(tl.pointer_type(tl.int16)) + v_at // 2, at, there, VALUE, VALUE_PAD, PAGED, WIDEN)
         scales = scales_at(block, layer_at, block_stride, HEADS * BLOCK * (DIM + VALUE)) + first + at
         word = tl.load(words + scales, mask=there, other=0)
         v_scale = ((word >> 16) << 16).to(tl.float32, bitcast=True) * 1.2379400392853803e27  # 2^90 of V's 2^120
@@ -309,16 +332,10 @@ def turned(
         k = decoded(k, NATIVE)
         if q.dtype == tl.float32:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        if CAP:
-            scores = bent(times(q, k, WIDEN) * (before * share)[:, None] * k_scale) * scaling
-        else:
-            scores = times(q, k, WIDEN) * (scaling * share)[:, None] * k_scale
     else:
+        e = tl.arange(0, VALUE_PAD)
         v = tl.load((data + v_at + at * VALUE)[:, None] + e[None], mask=there[:, None] & (e < VALUE)[None], other=0)
-        if CAP:
-            scores = bent(times(q, k, WIDEN) * before) * scaling
-        else:
-            scores = times(q, k, WIDEN) * scaling
+    scores = scored(times(q, k, WIDEN), share, k_scale, scaling, before, CAP, FP8)
     seen = (n[None] <= position[:, None]) & (n[None] > behind[:, None])
     if not PAGED:
         seen = seen & (inside < CHUNK)[None]
@@ -352,9 +369,7 @@ def attend(
     window: 0 = all. CAP: a soft cap: products times `before` go through tanh, and `scaling` is the cap, times log2(e). SINKS:
     sinks [q_heads]."""
     PER: tl.constexpr = (CHUNK + N - 1) // N  # turns of a chunk
-    row = tl.arange(0, M)
-    d = tl.arange(0, DIM_PAD)
-    e = columns(VALUE_PAD, FP8)
+    row, d, e = tl.arange(0, M), tl.arange(0, DIM_PAD), columns(VALUE_PAD, FP8)
     for work in range(tl.program_id(0), tl.load(num_tiles) * HEADS, tl.num_programs(0)):
         head = work % HEADS
         first, tokens, blocks, begin, end, split = fields(tiles + (work // HEADS) * COLUMNS, table)
@@ -364,14 +379,11 @@ def attend(
         position = tl.load(positions + token, mask=live, other=-1)
         mask = live[:, None] & (d < DIM)[None]
         q = tl.load(query + token[:, None] * q_token + q_of[:, None] * q_head + d[None], mask=mask, other=0.0)
-        share = 1.0
-        if FP8:
-            q, share = halved(q)
+        q, share = halved(q, FP8)
         places = tl.load(parts + token, mask=live, other=0).to(tl.int64) * (HEADS * GROUP) + q_of
         last = tl.max(position)
         oldest = oldest_key(position, live, last, window)
-        seen_from = oldest // CHUNK
-        behind = tl.where(window > 0, position - window, -1)
+        seen_from, behind = oldest // CHUNK, tl.where(window > 0, position - window, -1)
         top, total, acc = nothing(M, VALUE_PAD)
         for span in range(begin // SPAN, tl.cdiv(end, SPAN)):
             since, until = tl.maximum(begin, span * SPAN), tl.minimum(end, span * SPAN + SPAN)

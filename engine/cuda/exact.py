@@ -155,7 +155,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -194,14 +194,15 @@ class _Norm(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
+    """Return [rows, out] of x [rows, in] and weight [out, in]. tile: another one than TILES has, for measurements."""
     from rollout.engine.cuda import exact_kernels
 
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert weight.stride(-1) == 1
     (rows, size), outs = x.shape, len(weight)
     out = x.new_empty(rows, outs)
-    tile = TILES[x.element_size()]
+    tile = tile or TILES[x.element_size()]
     tiles = -(-rows // tile.rows) * -(-outs // tile.outs)
     exact_kernels.product[(min(tiles, programs_of(x.device)),)](
         x, weight, bias if bias is not None else weight, out, rows, outs, size, x.stride(0), weight.stride(0),

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from rollout.engine.cuda.launches import power_of_two
+from rollout.engine.forward.routes import norms_after
 
 OTHER_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "einsum", "matmul", "mm"))
 """products of torch that a router may not call"""
@@ -130,7 +131,7 @@ def exact_experts(
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     bias = self.down_proj_bias if self.has_bias else None
     out = multiply(inner, self.down_proj, bias, grouping, tile, 0, self.is_transposed)
-    out = self.post_expert_norm(out) if self.has_post_expert_norm else out
+    out = self.post_expert_norm(out) if norms_after(self) else out
     total: Any = _Combined.apply
     made: torch.Tensor = total(out, top_k_weights, grouping)
     return made

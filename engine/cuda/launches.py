@@ -86,10 +86,12 @@ def choose(group: int, dim: int, itemsize: int, limits: LaunchLimits) -> Launche
     )
 
 
-def with_codes(launches: Launches) -> Launches:
+def with_codes(launches: Launches, dim: int) -> Launches:
     """Return the launches over KV in fp8, with the same keys at a time. They use less shared memory than `shared_bytes`. Large
-    tiles have 32 rows in place of 64, where codes and numbers would not fit into the registers of a thread."""
+    tiles have fewer rows where codes and numbers would not fit into the registers of a thread."""
     small, large = launches
+    if dim > 128:
+        return Launches(small, small)
     return Launches(small, large._replace(rows=32, warps=8) if large.rows == 64 and small.rows <= 32 else large)
 
 

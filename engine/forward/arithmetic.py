@@ -13,12 +13,16 @@ TREE = "+tree8/1"
 slices"""
 LATENT = "+latent/1"
 """suffix of a name, before FP8, if layers of latent attention store latents"""
+INT8 = "+int8_g64/1"
+"""suffix of a name, before LATENT, if every nn.Linear multiplies in eight bits, 64 inputs to a scale"""
 
 
-def arithmetic(computes: Any, backend: Any, *, fp8: bool = False, latent: bool = False, tree: bool = False) -> str:
-    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, TREE if
-    sums are one, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions give
-    equal samples, to the bit.
+def arithmetic(
+    computes: Any, backend: Any, *, fp8: bool = False, latent: bool = False, int8: bool = False, tree: bool = False
+) -> str:
+    """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, INT8 if
+    weights are read so, TREE if sums are one, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens,
+    seeds and torch versions give equal samples, to the bit.
 
     Args:
         computes: `rollout.engine.forward.model.ExecutionPath`; None: the module itself.
@@ -26,7 +30,7 @@ def arithmetic(computes: Any, backend: Any, *, fp8: bool = False, latent: bool =
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())
     both = products if attention == products else f"{products}+{attention}"
-    return both + (TREE if tree else "") + (LATENT if latent else "") + (FP8 if fp8 else "")
+    return both + (INT8 if int8 else "") + (TREE if tree else "") + (LATENT if latent else "") + (FP8 if fp8 else "")
 
 
 def without_fp8(name: str) -> str:
@@ -42,6 +46,11 @@ def without_latent(name: str) -> str:
 def without_tree(name: str) -> str:
     """Return the name of the same arithmetic with whole sums; it has no LATENT and no FP8."""
     return name.removesuffix(TREE)
+
+
+def without_int8(name: str) -> str:
+    """Return the name of the same arithmetic with weights in the model's dtype; it has no LATENT and no FP8."""
+    return name.removesuffix(INT8)
 
 
 def torch_arithmetic() -> str:

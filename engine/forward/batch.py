@@ -115,7 +115,7 @@ def _slots(table: np.ndarray, row_of: np.ndarray, positions: np.ndarray, block_s
 
 def padded(values: np.ndarray, least: int) -> np.ndarray:
     """Repeat the last value until there are at least `least` values."""
-    return values if len(values) >= least else np.pad(values, (0, least - len(values)), mode="edge")
+    return values if len(values) >= least else values.take(np.minimum(np.arange(least), len(values) - 1))
 
 
 def _pending(plan: Plan, least: int) -> tuple[np.ndarray, np.ndarray]:

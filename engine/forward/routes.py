@@ -54,6 +54,11 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in DECORATED)
 
 
+def norms_after(module: nn.Module) -> bool:
+    """Return whether a module of experts has a norm behind them. Older versions of transformers have none."""
+    return bool(getattr(module, "has_post_expert_norm", False))
+
+
 def choices_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the choices among the arguments of a module of experts."""
     chosen: torch.Tensor = args[1] if len(args) > 1 else next(kwargs[name] for name in CHOICES if name in kwargs)

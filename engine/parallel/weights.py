@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -171,12 +171,14 @@ class DividedWeights(Weights):
             raise InvalidWeights("an adapter cannot be merged into weights that several ranks have: send merged tensors")
         return super().stage(update)
 
-    def _open_buffers(self, on_device: bool) -> bool:
+    def _open_in_host_memory(self) -> None:
         for staged in self._staged:
             staged.open()
-        return self._buffers.open(False)
+        self._buffers.open_in_host_memory()
 
-    def _parts(self, manifest: Sequence[TensorInfo], targets: Sequence[str | None]) -> list[StagedTensor]:
+    def _parts(
+        self, manifest: Sequence[TensorInfo], targets: Sequence[str | None], place: Callable[[str], torch.Tensor]
+    ) -> list[StagedTensor]:
         return [self._divided(info, target) for info, target in zip(manifest, targets, strict=True)]
 
     def _divided(self, info: TensorInfo, target: str | None) -> StagedTensor:

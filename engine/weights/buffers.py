@@ -54,16 +54,16 @@ class RefreshBuffers:
         assert len(memory) >= self._size
         self.host = self.staged = memory
 
-    def open(self, on_device: bool) -> bool:
-        """Allocate the memory of a staging: on the device if asked for and possible, else in host memory. Returns whether it is
-        on the device."""
-        self.staged = self._memory.room(self._size) if on_device else None
-        if on_device and self.staged is None:
-            log.info("refresh is staged in host memory, the device has no room mib=%.0f", self._size / 2**20)
-        if self.staged is not None:
-            return True
+    def open_on_device(self) -> bool:
+        """Allocate the memory of a staging on the device, if it has room. Returns whether it has."""
+        self.staged = self._memory.room(self._size)
+        if self.staged is None:
+            log.info("the device has no room to stage a refresh mib=%.0f", self._size / 2**20)
+        return self.staged is not None
+
+    def open_in_host_memory(self) -> None:
+        """Allocate the memory of a staging in host memory."""
         self.staged = self.host_memory()
-        return False
 
     def close(self) -> None:
         """Free the memory of a staging on the device."""

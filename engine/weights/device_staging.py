@@ -72,7 +72,7 @@ class DeviceStaging(Staging):
     def _work_through(self) -> Generator[bool, Source | None, None]:
         for i, part in enumerate(self._parts):
             for begin, end in self._hashes.cuts(part.nbytes):
-                staged = None if part.place is None else part.elements(begin, end - begin)
+                staged = None if part.place is None else self._staged(part, begin, end - begin)
                 straight = staged is not None and staged.dtype == part.dtype
                 raw = flat_bytes(staged) if staged is not None and straight else self._device_scratch[: end - begin]
                 yield from self._fill(raw)
@@ -91,6 +91,10 @@ class DeviceStaging(Staging):
             yield False
         self._check(digests(), self._finite.tolist())
         yield True
+
+    def _staged(self, part: StagedTensor, begin: int, count: int) -> torch.Tensor:
+        """Return the elements that `count` bytes of a part from byte `begin` become."""
+        return part.elements(begin, count)
 
     def _look_through(self, i: int, column: int, values: torch.Tensor) -> None:
         if values.dtype in RANGED and values.numel():

@@ -12,6 +12,9 @@
 The exchange works slice by slice: scratch ← live, live ← staged, staged ← scratch. So the staging buffer ends up with the old
 weights, and a failure at tensor k restores tensors 0 … k from it. Undo needs one slice of memory, for a model of any size.
 
+On a device without room for a second copy, a payload that stays readable is checked first and then copied straight into the
+live tensors (`rollout.engine.weights.in_place`).
+
 After a sleep dropped the weights, there is nothing to undo: a refresh is staged directly into the live tensors, and no step
 runs until it is complete and checked (`dropped`).
 
@@ -30,12 +33,14 @@ from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
 from rollout.engine.types import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
+from rollout.engine.weights.in_place import InPlaceStaging
 from rollout.engine.weights.inventory import Digests, Inventory
 from rollout.engine.weights.lora import AdapterBase, AdapterMerge
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.engine.weights.resident import ResidentTensors
-from rollout.engine.weights.staging import StagedTensor, Staging
+from rollout.engine.weights.staging import StagedTensor, Staging, TensorSlices
 from rollout.engine.weights.tensors import InvalidWeights
+from rollout.engine.weights.twins import Twins, TwinStaging
 from rollout.engine.weights.versions import check_named, next_version
 
 
@@ -74,10 +79,13 @@ class Weights:
         self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = AdapterBase(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
-        here = {name: tensor for name, tensor in self._tensors.items() if name not in self.inventory.offloaded}
+        self._twins = Twins(module, self._tensors)
+        self._all = {**self._tensors, **self._twins.tensors}
+        """the tensors and their twins"""
+        here = {name: tensor for name, tensor in self._all.items() if name not in self.inventory.offloaded}
         self._resident = ResidentTensors(here, self._memory)
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        self._buffers = RefreshBuffers(self._tensors, self.inventory.offloaded, self._memory, self._resident.size)
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
+        self._buffers = RefreshBuffers(self._all, self.inventory.offloaded, self._memory, self._resident.size)
         self._staging: Staging | None = None
         self.dropped = False
         """the weights were dropped by a sleep, and no refresh of all tensors has completed since"""
@@ -94,9 +102,11 @@ class Weights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the parameters on the model's device, including slots."""
+        """Bytes of the parameters on the model's device, including slots and twins."""
         asleep = self._module is None or (self._resident.stays and self._resident.asleep)
-        return 0 if asleep or self._module is None else storage_bytes(self._module.parameters())
+        if asleep or self._module is None:
+            return 0
+        return storage_bytes([*self._module.parameters(), *self._twins.tensors.values()])
 
     @property
     def stays(self) -> bool:
@@ -128,7 +138,7 @@ class Weights:
         if self._streamed is not None:
             self._streamed.restore_memory()
         self._lay_out()
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
 
     def stage(self, update: WeightUpdate) -> Staging:
         """Check an update and open the staging for it.
@@ -149,26 +159,39 @@ class Weights:
         if partial:
             self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
         on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
-        on_device = self._open_buffers(on_device)
+        crowded = on_device and not self.dropped and not self._buffers.open_on_device()
+        in_place, on_device = crowded and update.stays, on_device and (update.stays or not crowded)
+        if in_place:
+            self._digests.learn(self._tensors)  # before they are overwritten
+        elif not on_device:
+            self._open_in_host_memory()
         merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
-        parts = self._parts(manifest, targets) if merging is None else merging.parts
-        if on_device:
+        place = self._live if self.dropped or in_place else self._buffers.place
+        parts = self._parts(manifest, targets, place) if merging is None else merging.parts
+        if in_place:
+            self._staging = InPlaceStaging(update, parts, self._memory, self._close_staging)
+        elif on_device:
             self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
         else:
-            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, merging)
+            making: TensorSlices | None = merging
+            if self._twins.of:
+                making = TwinStaging(self._twins, parts, place, merging)
+            self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, making)
         return self._staging
 
-    def _open_buffers(self, on_device: bool) -> bool:
-        """Allocate what staging writes. Returns whether it is on the device."""
-        return on_device if self.dropped else self._buffers.open(on_device)
+    def _open_in_host_memory(self) -> None:
+        """Allocate what staging in host memory writes."""
+        if not self.dropped:
+            self._buffers.open_in_host_memory()
 
-    def _parts(self, manifest: Sequence[TensorInfo], targets: Sequence[str | None]) -> list[StagedTensor]:
-        """Return the parts of a payload of whole tensors."""
-        return parts_of(manifest, targets, self._destination)
+    def _parts(
+        self, manifest: Sequence[TensorInfo], targets: Sequence[str | None], place: Callable[[str], torch.Tensor]
+    ) -> list[StagedTensor]:
+        """Return the parts of a payload of whole tensors. place: returns what staging writes for a name."""
+        return parts_of(manifest, targets, place)
 
-    def _destination(self, name: str) -> torch.Tensor:
-        """Return the tensor that staging writes: the staged twin, or the live tensor if the weights were dropped."""
-        return self._tensors[name].detach() if self.dropped else self._buffers.place(name)
+    def _live(self, name: str) -> torch.Tensor:
+        return self._all[name].detach()
 
     def commit(self, staging: Staging) -> None:
         """Exchange staged and live tensors, then set the version. Call it between two steps.
@@ -181,7 +204,10 @@ class Weights:
         self._check_addresses()
         if self._streamed is not None:
             self._streamed.ring.settle()
-        self._land(staging.names)
+        if isinstance(staging, InPlaceStaging):
+            self._write(staging)
+        else:
+            self._land(staging.names)
         self.base.commit(staging.digests, staging.bases)
         self._digests.commit(staging.digests)
         self.dropped = False
@@ -195,12 +221,20 @@ class Weights:
         else:
             self.exchange(names)
 
+    def _write(self, staging: InPlaceStaging) -> None:
+        """Overwrite the live tensors. If that fails, the weights are dropped."""
+        self.dropped = True
+        self.base.clear()
+        staging.write()
+        self._check_addresses()
+
     def exchange(self, names: Sequence[str]) -> None:
         """Swap staged tensors with the live ones, slice by slice, all or none. A second call undoes the first. Call it between
         two steps, for what `stage` or another process has staged. Raises as `commit`."""
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
+            names = [*names, *self._twins.beside(names)]
             for live, staged, scratch in (views for name in names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
@@ -261,7 +295,7 @@ class Weights:
         return self._digests.read_live()
 
     def _check_addresses(self) -> None:
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._all.items():
             assert tensor.data_ptr() == self._addresses[name], f"{name} has another storage than at the start"
         if self._streamed is not None:
             self._streamed.check()

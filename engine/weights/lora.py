@@ -129,6 +129,9 @@ class AdapterMerge:
         self._back = base.changed - self._target_of.keys() - set(whole.values())
         """tensors of the previous adapter that return to their base"""
 
+    def landed(self, part: StagedTensor, end: int) -> None:
+        """Do nothing: a part is used when all of it has arrived."""
+
     def arrived(self, part: StagedTensor) -> dict[str, str]:
         """Merge everything that this part completes. Returns the digests of the staged tensors that it wrote."""
         self._left -= 1

@@ -64,12 +64,14 @@ class StagedTensor:
 
 
 class TensorSlices(Protocol):
-    """Computes staged tensors from others that arrived: `rollout.engine.weights.lora.AdapterMerge`."""
+    """Computes staged tensors from others that arrived: `rollout.engine.weights.lora.AdapterMerge`,
+    `rollout.engine.weights.twins.TwinStaging`."""
 
     @property
     def bases(self) -> Mapping[str, torch.Tensor]: ...
     @property
     def stands_for(self) -> int: ...
+    def landed(self, part: StagedTensor, end: int) -> None: ...
     def arrived(self, part: StagedTensor) -> dict[str, str]: ...
 
 
@@ -175,6 +177,8 @@ class Staging:
                 if staged.is_floating_point() and not finite(staged):
                     raise _not_finite(part, raw)
                 part.land(staged, start)
+                if self._making is not None:
+                    self._making.landed(part, start + len(raw))
             if sent.hexdigest() != part.info.digest:
                 raise InvalidWeights("the bytes do not match the manifest's digest", part.info.name)
             if part.target is not None:

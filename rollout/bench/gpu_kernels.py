@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release
 from rollout.bench.gpu_bench import Bench, Rows, kept
-from rollout.engine.cuda.exact import exact_linear
+from rollout.engine.cuda.exact import Tile, exact_linear, product
 from rollout.engine.cuda.graphs import cuda_capture
 from rollout.engine.cuda.launches import Launches
 from rollout.engine.devices import StepCapacity, TritonAttention
@@ -32,6 +32,8 @@ ROWS = (1, 2, 3, 8, 16, 17, 32, 64, 65, 96, 128, 160, 224, 256, 512, 1000, 1024,
 """numbers of rows whose products are compared with the first rows of the largest one's"""
 TIMED = (16, 64, 256, 2048)
 MOST_ROWS = 8192
+OTHER_TILES = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(64, 32, 64, 4, 4), Tile(64, 64, 64, 4, 4)
+"""tiles of the product of `exact`, of the same inputs at a time: they are to have the same bits"""
 WITHOUT_SPLITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """set before a process starts, they leave cuBLASLt no memory to split sums along K"""
 
@@ -120,7 +122,7 @@ def timed(bench: Bench, run: Callable[[], torch.Tensor]) -> tuple[float, torch.T
 
 def flashinfer(kv: Any, contexts: np.ndarray, table: np.ndarray, query: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return FlashInfer's decode attention over the same pool, which it reads where it is."""
-    import flashinfer as other  # the extra `flashinfer`
+    import flashinfer as other  # pip install flashinfer-python
 
     device, heads, dim = query.device, kv.geometry.kv_heads, query.shape[2]
     blocks = -(-contexts // kv.block_size)
@@ -157,8 +159,8 @@ def products(bench: Bench) -> Rows:
         x, weight = (torch.randn(n, inputs, device=bench.device, dtype=getattr(torch, bench.dtype)) for n in (most, outs))
         whole, times = linear(x, weight), {}
         for rows in TIMED:
-            for way, product in (("torch", linear), ("exact", exact_linear)):
-                times[f"{way}_{rows}_ms"] = median_ms(bench.device, partial(product, x[:rows], weight), bench.sizes.turns)
+            for way, multiply in (("torch", linear), ("exact", exact_linear)):
+                times[f"{way}_{rows}_ms"] = median_ms(bench.device, partial(multiply, x[:rows], weight), bench.sizes.turns)
         of_exact = exact_linear(x[:1024], weight)
         yield {
             "product": name, "outs": outs, "inputs": inputs, "without_splits": without_splits,
@@ -166,7 +168,19 @@ def products(bench: Bench) -> Rows:
             "exact_rows_that_differ": [m for m in (1, 17, 256) if not torch.equal(exact_linear(x[:m], weight), of_exact[:m])],
             **times,
         }  # fmt: skip
+        for tile in OTHER_TILES:
+            yield from kept(one_tile(bench, name, tile, x[:1024], weight, of_exact))
         del x, weight, whole
+
+
+def one_tile(bench: Bench, name: str, tile: Tile, x: torch.Tensor, weight: torch.Tensor, want: torch.Tensor) -> Rows:
+    """Compare the product of `exact` with another tile with the usual one, and time it."""
+    times = {
+        f"exact_{rows}_ms": median_ms(bench.device, partial(product, x[:rows], weight, None, tile), bench.sizes.turns)
+        for rows in TIMED
+        if rows <= len(x)
+    }
+    yield {"product": name, "tile": list(tile), "same_bits": torch.equal(product(x, weight, None, tile), want), **times}
 
 
 def shapes_of(config: Any) -> dict[str, tuple[int, int]]:

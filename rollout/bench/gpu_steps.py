@@ -25,7 +25,7 @@ from rollout.engine.forward.model import Model
 from rollout.engine.types import Group, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 
-OFFLOAD = WeightOffload(group_size=4, num_in_group=1, prefetch_step=1)
+OFFLOADS = tuple(WeightOffload(group_size=4, num_in_group=1, prefetch_step=ahead) for ahead in (1, 2))
 
 
 def decode(bench: Bench) -> Rows:
@@ -234,7 +234,8 @@ def weights(bench: Bench) -> Rows:
     }
     release(bench.device)
     try:
-        yield from streamed_rows(bench, config, times, resident, limits)
+        for offload in OFFLOADS:
+            yield from streamed_rows(bench, config, offload, times, resident, limits)
     finally:
         bench.forget_module()  # its layers are views of the slots
 
@@ -242,16 +243,17 @@ def weights(bench: Bench) -> Rows:
 def streamed_rows(
     bench: Bench,
     config: dict[str, Any],
+    offload: WeightOffload,
     times: Callable[[Engine], dict[str, tuple[float, torch.Tensor]]],
     resident: dict[str, tuple[float, torch.Tensor]],
     limits: dict[str, dict[str, Any]],
 ) -> Rows:
     """Measure with layers in host memory. resident: milliseconds and logits with all layers on the device. limits: their rows
     from `beside_limit`."""
-    bench.forget_module()  # the resident engine has moved its tensors into one region: views of it would keep the layers
-    streamed = OffloadedModel(bench.module, bench.name, OFFLOAD, device_of(bench.settings()).memory)
+    bench.forget_module()  # the engine before has moved its tensors into one region: views of it would keep the layers
+    streamed = OffloadedModel(bench.module, bench.name, offload, device_of(bench.settings()).memory)
     assert len(streamed.indices) > streamed.ring.slots, "each layer has a slot of its own"
-    engine = Engine(bench.settings(**config, weight_offload=OFFLOAD), Model(bench.module, bench.name, streamed))
+    engine = Engine(bench.settings(**config, weight_offload=offload), Model(bench.module, bench.name, streamed))
     for name, (ms, logits) in times(engine).items():
         copies = 1e3 * streamed.offloaded_bytes / bench.rates["to_device_per_second"]
         limit = max(copies, resident[name][0])
@@ -266,5 +268,5 @@ def streamed_rows(
             "same_logits": torch.equal(logits, resident[name][1]),
             "offloaded_bytes": streamed.offloaded_bytes,
             "resident_bytes": engine.weights.resident_bytes,
-            **msgspec.to_builtins(OFFLOAD),
+            **msgspec.to_builtins(offload),
         }

@@ -213,6 +213,77 @@ class GenerateArgs(msgspec.Struct, kw_only=True):
     """short for --engine.model; with --address: where to find the tokenizer, if not at the path that the service reports"""
 
 
+class LedgerArgs(msgspec.Struct, kw_only=True):
+    """Show what a ledger of `rollout serve --ledger` says."""
+
+    action: tyro.conf.Positional[Literal["show"]]
+    """show: print a summary, or a table"""
+    file: tyro.conf.Positional[str]
+    """the ledger"""
+    table: Literal["services", "refreshes", "groups", "samples"] | None = None
+    """print the rows of this table"""
+    step: int | None = None
+    """only rows of this version of the weights"""
+    json: bool = False
+    """print all rows as JSON lines; default: of samples"""
+
+
+class BisectArgs(msgspec.Struct, kw_only=True):
+    """Find the first difference of two runs, and its kind. Exit status: 0 = equal, 1 = different, 2 = trouble."""
+
+    a: tyro.conf.Positional[str]
+    """ledger of one run"""
+    b: tyro.conf.Positional[str]
+    """ledger of the other run"""
+    weights_a: str | None = None
+    """weights of the first run, as for `rollout replay`: the first sample that differs is computed again"""
+    weights_b: str | None = None
+    """weights of the second run; default: those of the first"""
+    prompts: str | None = None
+    """JSONL file with the prompts, if the ledgers have only their digests"""
+    model: str | None = None
+    """model of the services that compute; default: found in the weights, or as in the ledgers"""
+    json: bool = False
+    """print one JSON object"""
+    settings: Settings = Config()
+    config: str | None = None
+    """TOML file for these services"""
+
+
+class ReplayArgs(msgspec.Struct, kw_only=True):
+    """Make the samples of a step again from a ledger, and compare them to the bit. Exit status: 0 = all are equal."""
+
+    file: tyro.conf.Positional[str]
+    """the ledger"""
+    weights: str
+    """folder of safetensors; or one with a folder for each version that the samples span, such as ckpt/412"""
+    out: str
+    """JSONL file to write; - = standard output"""
+    step: int | None = None
+    """groups that were accepted under this version of the weights; default: all"""
+    group: str | None = None
+    """only this group"""
+    index: int | None = None
+    """only this child of each group"""
+    prompts: str | None = None
+    """JSONL file with the prompts, as for `rollout generate`, if the ledger has only their digests"""
+    model: str | None = None
+    """model of the service that computes; default: found in --weights, or as in the ledger"""
+    at: int | None = None
+    """continue otherwise from this token on, with the following options"""
+    seed: int | None = None
+    """another seed"""
+    temperature: float | None = None
+    """another temperature"""
+    max_tokens: int | None = None
+    """another maximum of tokens"""
+    append: str | None = None
+    """token ids that follow, as in [5, 17]: another answer of a tool, which begins the next turn"""
+    settings: Settings = Config()
+    config: str | None = None
+    """TOML file for this service"""
+
+
 class DemoArgs(msgspec.Struct, kw_only=True):
     """Start a small real model and print its answers to a trainer's groups."""
 
@@ -314,7 +385,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     floor: bool = False
     """measure the hardware bound of each workload and print the fraction reached; --against does so too"""
     replicas: int = 2
-    """replicas in the `fleet` benchmark"""
+    """replicas in the `fleet`, `trust` and `vanish` benchmarks"""
     tp: int = 1
     """ranks that run the engine of workloads, which share its threads; then one rank with all threads runs in turn"""
 
@@ -331,6 +402,9 @@ Command = (
     | KeysArgs
     | BenchArgs
     | DemoArgs
+    | LedgerArgs
+    | BisectArgs
+    | ReplayArgs
 )
 
 
@@ -352,6 +426,9 @@ def commands(settings: Config) -> dict[str, Command]:
         "keys": KeysArgs(action=tyro.MISSING),
         "http": HttpArgs(),
         "cache": CacheArgs(),
+        "ledger": LedgerArgs(action=tyro.MISSING, file=tyro.MISSING),
+        "bisect": BisectArgs(a=tyro.MISSING, b=tyro.MISSING, settings=settings),
+        "replay": ReplayArgs(file=tyro.MISSING, weights=tyro.MISSING, out=tyro.MISSING, settings=settings),
         "bench": BenchArgs(names=tyro.MISSING),
         "demo": DemoArgs(),
     }
@@ -373,6 +450,9 @@ DESCRIPTIONS = {
     "keys": "create and revoke keys",
     "http": "serve HTTP APIs in front of a running service",
     "cache": "answer repeated groups from a folder, without computing them",
+    "ledger": "show what a run has recorded",
+    "bisect": "find the first difference of two runs",
+    "replay": "make the samples of a step again from a ledger",
     "bench": "run named workloads and print a table",
     "demo": "start a small model and print its answers",
 }
@@ -412,7 +492,7 @@ def parse(argv: list[str]) -> Command:
     if unknown:
         raise UsageError(unknown_words(argv[0], unknown, flags_of(named[argv[0]])))
     asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)
-    if isinstance(args, ServeArgs | GenerateArgs) and offload is None and not asked:
+    if isinstance(args, ServeArgs | GenerateArgs | BisectArgs | ReplayArgs) and offload is None and not asked:
         args.settings = with_offload(args.settings, None)
     return args
 

@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import msgspec
 
 from rollout.commands import arguments, extras
 from rollout.commands.arguments import (
     BenchArgs,
+    BisectArgs,
     CacheArgs,
     Command,
     ControlArgs,
@@ -21,6 +23,8 @@ from rollout.commands.arguments import (
     GenerateArgs,
     HttpArgs,
     KeysArgs,
+    LedgerArgs,
+    ReplayArgs,
     ServeArgs,
     StatusArgs,
     TopArgs,
@@ -36,6 +40,17 @@ from rollout.transport.errors import RolloutError
 from rollout.transport.keys.files import BadKeys
 
 LOST = 3
+MODULES: dict[type, str] = {
+    ServeArgs: "serve",
+    HttpArgs: "http",
+    CacheArgs: "cache",
+    StatusArgs: "status",
+    KeysArgs: "keys",
+    LedgerArgs: "ledger",
+    BisectArgs: "bisect",
+    ReplayArgs: "replay",
+}
+"""modules whose `run` takes the arguments of a command as they are"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,19 +95,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def command_of(args: Command) -> Callable[[], int]:
     """Import only the modules of this command. Returns a function that runs it and returns the exit status."""
+    if (module := MODULES.get(type(args))) is not None:
+        return partial(import_module(f"rollout.commands.{module}").run, args)
     match args:
-        case ServeArgs():
-            from rollout.commands import serve
-
-            return partial(serve.run, args)
-        case HttpArgs():
-            from rollout.commands import http
-
-            return partial(http.run, args)
-        case CacheArgs():
-            from rollout.commands import cache
-
-            return partial(cache.run, args)
         case GenerateArgs():
             from rollout.commands import generate
 
@@ -104,10 +109,6 @@ def command_of(args: Command) -> Callable[[], int]:
             tokenizer = args.model if args.address else None
             files = generate.RunFiles(args.prompts, args.out, args.resume)
             return partial(generate.run, files, args.sampling, args.address, config, tokenizer=tokenizer)
-        case StatusArgs():
-            from rollout.commands import status
-
-            return partial(status.run, args)
         case ControlArgs():
             from rollout.commands import control
 
@@ -118,16 +119,13 @@ def command_of(args: Command) -> Callable[[], int]:
             from rollout.commands import top
 
             return partial(top.run, args.address, interval_s=args.interval, timeout_s=args.timeout, once=args.once)
-        case KeysArgs():
-            from rollout.commands import keys
-
-            return partial(keys.run, args)
         case BenchArgs():
             return bench(args)
         case DemoArgs():
             from rollout.commands import demo
 
             return partial(demo.run, args.model, args.n, args.max_tokens)
+    raise AssertionError(f"no command takes {type(args).__name__}")
 
 
 def fleet(args: FleetArgs) -> int:

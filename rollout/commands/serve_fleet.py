@@ -18,6 +18,7 @@ import psutil
 import xxhash
 
 from rollout import models
+from rollout.client.verification import BATCH
 from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
 from rollout.commands.starting import listen, open_ledger
@@ -26,6 +27,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.types import Limits, Served
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
+from rollout.fleet.owners import Ban, Owners
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.transport.errors import ServiceLost
@@ -48,7 +50,9 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
     not start."""
     from rollout.fleet.fleet import Fleet, FleetOptions
     from rollout.fleet.replica_set import Predecessor
+    from rollout.fleet.verifier import Verification
 
+    owners = owners_of(config.fleet, journal)
     with ExitStack() as stack:
         try:
             # so that a port in use, or unusable keys, are reported before a model is loaded
@@ -56,7 +60,7 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
             ledger = open_ledger(config)
             if ledger is not None:
                 stack.callback(ledger.close)
-            joins, launcher = make_replicas(config)
+            joins, launcher = make_replicas(config, owners)
             sinks = open_sinks(config.tracking, config.engine.model)
             progress.begin(f"waiting for {described(config)}")
         except models.ModelNotFound as error:
@@ -68,7 +72,12 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         fleet = Fleet(
             joins,
             launcher,
-            options=FleetOptions(config.limits, config.fleet.replica_grace_s, config.engine.seed),
+            options=FleetOptions(
+                config.limits,
+                config.fleet.replica_grace_s,
+                config.engine.seed,
+                Verification(config.fleet.verify, config.fleet.verify_wait_s),
+            ),
             predecessor=Predecessor(before, returning=survivors or before.version > 0),
         )
         stack.callback(fleet.close)
@@ -78,6 +87,7 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
                 fleet.open(count=1 if survivors else config.fleet.replicas, patient=survivors, report=ready)
             else:
                 fleet.open(math.inf, count=1, patient=True, report=ready)
+            check_verifiable(config.fleet, fleet.arithmetic)
             service = listen(config, fleet, journal, ledger, Tracker(config.tracking, sinks), progress)
         except ServiceLost as error:
             raise CannotServe(f"{error.message}; the reason is above") from error
@@ -86,7 +96,25 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         yield service
 
 
-def make_replicas(config: Config) -> tuple[JoinListener, LauncherLike | None]:
+def owners_of(fleet: FleetConfig, journal: Journal | None) -> Owners:
+    """Return whom the router trusts and whom it has banned; new bans are written to the journal. Raises InputError."""
+    from rollout.service.journal import BanRow
+
+    if journal is None:
+        return Owners(fleet.trust)
+    return Owners(fleet.trust, [Ban(*row) for row in journal.bans()], lambda ban: journal.banned(BanRow(*ban)))
+
+
+def check_verifiable(fleet: FleetConfig, arithmetic: str) -> None:
+    """Raises CannotServe if samples are to be verified, and their bits depend on the batch."""
+    if fleet.verify and BATCH in arithmetic:
+        raise CannotServe(
+            f"--fleet.verify: bits of the arithmetic {arithmetic} depend on the batch, so no sample can be verified: leave "
+            "it out, or see docs/decisions/arithmetic.md"
+        )
+
+
+def make_replicas(config: Config, owners: Owners) -> tuple[JoinListener, LauncherLike | None]:
     """Listen for replicas, and start those that the configuration asks for. Raises ModelNotFound, InputError, CannotServe,
     ValueError."""
     with ExitStack() as started:
@@ -102,7 +130,7 @@ def make_replicas(config: Config) -> tuple[JoinListener, LauncherLike | None]:
             launcher = local = local_launcher(config)
             started.callback(local.close)
             endpoints.append(JoinEndpoint(ServiceEnd(local.folder.endpoint, Limits()), local.admit))
-        joins = JoinListener(*endpoints)
+        joins = JoinListener(*endpoints, owners=owners)
         started.pop_all()  # the fleet closes them
     return joins, launcher
 

@@ -98,6 +98,17 @@ def _states(states: Mapping[str, Any]) -> Iterator[str]:
 def _replicas(status: Mapping[str, Any]) -> Iterator[str]:
     if (fleet := status.get("fleet")) is not None:
         yield f"{fleet['serving']} of {fleet['replicas']} serving, {counted(fleet['deaths'], 'death')}"
+        if fleet.get("trusting"):
+            counts = [
+                f"{fleet['verified']:,} verified",
+                counted(fleet["lies"], "lie"),
+                f"{fleet['unverifiable']:,} without a verdict",
+            ]
+            waiting = [f"{fleet['verifying']:,} waiting"] if fleet["verifying"] else []
+            yield "samples of others: " + ", ".join([*counts, f"{fleet['verify_skipped']:,} skipped", *waiting])
+        for ban in fleet.get("bans", ()):
+            samples = sum(len(each["samples"]) for each in ban["groups"])
+            yield f"banned: {ban['owner']}, {ban['why']}; {counted(samples, 'sample')} delivered unverified before"
         for one in status["replicas"]:
             if one["state"] != "serving":
                 yield f"{one['name']}: {one['state']}, {one['why']}"

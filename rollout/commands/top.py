@@ -56,6 +56,7 @@ class View:
                 _samples(status),
                 _pools(status.get("kv")),
                 _weights(status),
+                _verification(status.get("fleet", {})),
                 _replicas(status),
                 _clients(service),
             ),
@@ -131,6 +132,20 @@ def _weights(status: dict[str, Any]) -> RenderableType:
         line.append(f"   {weights['refreshes']} refreshes, the last one paused {1000 * weights['pause_s']:.1f} ms", "dim")
     preempted = f"{status['offloads']} offloads, {status['recompute_preemptions']} preemptions by recompute"
     return line.append(f"   {preempted}, {status['recomputed_tokens']:,} tokens recomputed\n", "dim")
+
+
+def _verification(fleet: dict[str, Any]) -> RenderableType:
+    """Draw what was verified of untrusted replicas, and who is banned; nothing if no replica is trusted."""
+    if not fleet.get("trusting"):
+        return Text()
+    line = Text.assemble(("verified ", "dim"), (f"{fleet['verified']:,}", "bold"), ("   lies ", "dim"))
+    line.append(f"{fleet['lies']:,}", "bold red" if fleet["lies"] else "bold")
+    line.append(
+        f"   no verdict {fleet['unverifiable']:,}   skipped {fleet['verify_skipped']:,}   wait {fleet['verifying']:,}", "dim"
+    )
+    for ban in fleet["bans"]:
+        line.append(f"\nbanned {shown(ban['owner'])}: {shown(ban['why'])}", "bold red")
+    return line.append("\n")
 
 
 def _replicas(status: dict[str, Any]) -> RenderableType:

@@ -12,9 +12,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine.cpu.exact_modules import plain_products, sum_slices, unreached, use_products, whole_sums
 from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
+from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
 from rollout.engine.cpu.sums import SLICES, Summed
-from rollout.engine.forward.arithmetic import LATENT, TREE, without_fp8, without_latent, without_tree
+from rollout.engine.forward.arithmetic import (
+    INT8,
+    LATENT,
+    TREE,
+    without_fp8,
+    without_int8,
+    without_latent,
+    without_tree,
+)
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
 from rollout.engine.weights.cuts import summed_linears
 from rollout.exact import on_device
@@ -62,6 +71,8 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
         return _use_exact_with_trees(model, without_tree(arithmetic), block_size, threads)
     if arithmetic is not None and arithmetic.endswith(LATENT):
         return _use_exact_with_latents(model, without_latent(arithmetic), block_size, threads)
+    if arithmetic is not None and arithmetic.endswith(INT8):
+        return _use_exact_in_int8(model, without_int8(arithmetic), block_size, threads)
     _check_precision(model.device)
     if model.device.type == "cuda":
         return _use_exact_on_device(model, arithmetic, block_size)
@@ -120,6 +131,26 @@ def _use_exact_with_trees(model: Any, arithmetic: str, block_size: int, threads:
         whole_sums(model)
 
     return Exact(made.arithmetic + TREE, remove)
+
+
+def _use_exact_in_int8(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
+    """Do the same for a service with `weight_dtype = "int8"`: weights are encoded in each forward, and the gradient of both
+    factors of a product is straight-through, as if encoding were the identity. Also raises ValueError for matrices that the
+    service would refuse, and for adapters, whose product the service adds to the weight before it encodes it."""
+    if model.device.type != "cpu":
+        raise ValueError(f'the service has weight_dtype="int8", and the model is on {model.device}: it needs the CPU')
+    made = use_exact(model, arithmetic, block_size, threads)
+    try:
+        use_int8(model, isas_for(arithmetic)[0], kept=False)
+    except BaseException:
+        made.remove()
+        raise
+
+    def remove() -> None:
+        plain_weights(model)
+        made.remove()
+
+    return Exact(made.arithmetic + INT8, remove)
 
 
 def _check_precision(device: torch.device) -> None:

@@ -37,6 +37,7 @@ from rollout.fleet.replica_set import LOOK_S, NO_PREDECESSOR, Predecessor, Repli
 from rollout.fleet.retries import sent_before
 from rollout.fleet.sleeping import SleepState
 from rollout.fleet.timing import TIMING, Timing
+from rollout.fleet.verifier import Verification, Verifier
 from rollout.fleet.weights import FleetStaging
 from rollout.transport import messages as m
 from rollout.transport.errors import ServiceLost
@@ -61,6 +62,8 @@ class FleetOptions:
     """seconds that a group waits while no replica serves; then it ends as "error" """
     seed: int = 0
     """groups without a seed get theirs from it"""
+    verification: Verification = Verification()
+    """of samples of untrusted replicas"""
 
 
 class Fleet:
@@ -96,7 +99,8 @@ class Fleet:
         self.weights = self.replicas.weights
         self._joins = joins
         self._launcher = launcher
-        self._groups = FleetGroups(self.inbox, self.replicas, options.seed)
+        self.verifier = Verifier(self.inbox, options.verification)
+        self._groups = FleetGroups(self.inbox, self.replicas, self.verifier, options.seed)
         self._grace_s = options.replica_grace_s
         self._timing = timing
         self._mode = Mode.RUNNING
@@ -189,7 +193,7 @@ class Fleet:
     @property
     def has_work(self) -> bool:
         """Whether replicas have sent something, or a poll is due."""
-        return bool(self.inbox) or self._groups.has_work or time.monotonic() >= self._poll_at
+        return bool(self.inbox) or self._groups.has_work or self.verifier.has_work or time.monotonic() >= self._poll_at
 
     def submit(self, group: Group, client: str = "") -> None:
         """Add a group that the service has validated. If replicas refuse it, its samples end as "error". Raises ValueError for
@@ -203,12 +207,14 @@ class Fleet:
         arrived = bool(self.inbox)
         self.inbox.run()
         now = time.monotonic()
+        self._verify(now)
         failures, self._groups.failures = self._groups.failures, []
         for failure in failures:
             self.replicas.failed(*failure)
         if now >= self._poll_at:
             self._poll_at = now + self._timing.poll_s
             self.replicas.poll(now)
+            self.verifier.expire(now)
             since = self.replicas.none_since
             if since is not None and now - since > self._grace_s:
                 self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
@@ -234,6 +240,16 @@ class Fleet:
         """Return new tokens of running children, as far as replicas have streamed them."""
         return self._groups.chunks(group_id, since, least, most)
 
+    def _verify(self, now: float) -> None:
+        """Send samples to be verified, deliver those that were, and ban liars."""
+        if self.verifier.waiting:
+            self.verifier.step(self.replicas.trusted(), self.version)
+        for judged in self.verifier.take():
+            if judged.liar is not None:
+                self.replicas.ban(judged.liar, judged.why)
+                self._groups.disown(judged.liar)
+            self._groups.judged(judged)
+
     def _handle(self, event: ReplicaLost | StatusArrived, now: float) -> None:
         replica = event.replica
         match event:
@@ -242,6 +258,7 @@ class Fleet:
                     self._retired = [merged([*self._retired, counters(replica.status)])]
                 replica.status = {}
                 self._drains.pop(replica, None)
+                self.verifier.lost(replica)
                 self._groups.move(replica, now)
             case StatusArrived(_, status, requested_at):
                 running = self.mode is Mode.RUNNING
@@ -319,6 +336,9 @@ class Fleet:
             "arithmetic": self.arithmetic,
             "version": self.version,
             "state": self.mode.value,
-            "fleet": totals(self.replicas, self._groups),
+            "fleet": {
+                **totals(self.replicas, self._groups, self.verifier),
+                "bans": self._joins.owners.described(),
+            },
             "replicas": [described(one, self._joins.pid(one.name), len(self._groups.at[one])) for one in replicas],
         }

@@ -20,11 +20,13 @@ from rollout.client.submission import handle_of, submit_of
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.fleet import retries, routing
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.open_groups import OpenGroup, PlacedChildren, new_tokens, seeded
+from rollout.fleet.open_groups import OpenGroup, Origins, PlacedChildren, is_banned, new_tokens, seeded
+from rollout.fleet.owners import Owner
 from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
 from rollout.fleet.retries import candidates, concerns_group, count_failure, exhausted, runs_again
 from rollout.fleet.sample_locations import SampleLocations
+from rollout.fleet.verifier import Judged, Verifier
 from rollout.transport.checks import NOTHING
 from rollout.transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
@@ -47,9 +49,10 @@ class FleetGroups:
     Args:
         inbox: queue of the answers of replicas.
         replicas: of the fleet.
+        verifier: holds samples of untrusted replicas until they are verified.
         seed: from which groups without a seed get theirs."""
 
-    def __init__(self, inbox: EventQueue, replicas: ReplicaSet, seed: int = 0) -> None:
+    def __init__(self, inbox: EventQueue, replicas: ReplicaSet, verifier: Verifier, seed: int = 0) -> None:
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
         """groups with unplaced children"""
@@ -68,6 +71,7 @@ class FleetGroups:
         self._locations = SampleLocations()
         self._inbox = inbox
         self._replicas = replicas
+        self._verifier = verifier
         self._seed = seed
         self._seeded = 0
         self._numbers = itertools.count(1)
@@ -90,7 +94,10 @@ class FleetGroups:
         if one.cut:
             self._end(one, sorted(one.unplaced - one.cancelled), "cut")
         self._end(one, sorted(one.unplaced & one.cancelled), "aborted")
-        replicas = candidates(one, self._replicas.serving())
+        judges = one.group.redraw and self._verifier.on  # the samples of others: replicas that are doubted do not
+        replicas = candidates(one, self._replicas.trusted() if judges else self._replicas.serving())
+        if judges and not replicas:
+            self._end(one, sorted(one.unplaced), "error", "no trusted replica (fleet.trust) serves, and others do not verify")
         if not one.unplaced or not replicas:
             if one.unplaced:
                 self.waiting[one.group.id] = one
@@ -112,7 +119,8 @@ class FleetGroups:
         group = one.at(name, indices, self._locations.name_on(one.group.after, replica), now)
         submit = submit_of(group, serial=0, require_version=self._replicas.weights.version, client=one.client)
         handle = handle_of(group, submit, replica.welcome.limits)
-        part = PlacedChildren(one, replica, handle, set(indices), self.aborts)
+        origins = one.with_owner(indices, replica.owner) if self._verifier.on else {}
+        part = PlacedChildren(one, replica, handle, set(indices), self.aborts, origins)
         one.unplaced -= part.left
         one.parts.add(part)
         self.at[replica].add(part)
@@ -140,6 +148,8 @@ class FleetGroups:
             if some := part.left & aborted:
                 part.handle.cancel(None if some == part.left else some)
         before = len(self.ended)
+        for held in self._verifier.release(one, aborted):
+            self._out(one, held.sample)
         self._end(one, sorted(one.unplaced & aborted), "aborted")
         here, self.ended[before:] = self.ended[before:], []
         return here
@@ -156,6 +166,28 @@ class FleetGroups:
             one, orphans = part.open, part.open.orphans(part)
             one.parts.discard(part)
             self._lost(part, orphans)
+
+    def judged(self, judged: Judged) -> None:
+        """Deliver a held child, or generate it again if it is a lie."""
+        one, sample = judged.held.one, judged.held.sample
+        if judged.liar is None and not is_banned(judged.held.origins):
+            self._deliver(one, sample, judged.held.origins, judged.verified)
+        else:
+            self._repeat(one, sample)
+
+    def disown(self, owner: Owner) -> None:
+        """Generate all children again that have tokens of a banned owner; those that its replicas run are moved."""
+        for one in list(self.open.values()):
+            one.forget([index for index in one.unplaced if is_banned(one.origins.get(index, []))])
+            for part in [part for part in one.parts if part.replica.owner is not owner]:
+                if tainted := one.tainted(part):
+                    part.handle.cancel(tainted)
+                    for index in tainted:
+                        self._left(part, index)
+                    one.forget(tainted)
+                    self.waiting[one.group.id] = one
+            for held in self._verifier.release(one, [i for i, held in one.held.items() if is_banned(held.origins)]):
+                self._repeat(one, held.sample)
 
     def place_waiting(self, now: float) -> None:
         """Send waiting groups, if a replica serves: some of them at each call."""
@@ -178,7 +210,10 @@ class FleetGroups:
     def _arrived(self, part: PlacedChildren, sample: Sample) -> None:
         one = part.open
         rivals = one.rivals(part, sample.index)
-        if sample.index not in one.left:
+        origins = part.origins.get(sample.index, [])
+        if is_banned(origins):
+            return
+        if sample.index not in one.left or sample.index in one.held:
             self._left(part, sample.index)
             self.repeats += 1
         elif rivals and runs_again(part, sample, self.aborts):
@@ -194,7 +229,20 @@ class FleetGroups:
             self._left(part, sample.index)
             for rival in rivals:
                 rival.handle.cancel([sample.index])  # it was moved, and has arrived from the lost replica
-            self._out(one, msgspec.structs.replace(sample, group_id=one.group.id))
+            done = msgspec.structs.replace(sample, group_id=one.group.id)
+            if not self._verifier.hold(one, done, origins):
+                self._deliver(one, done, origins)
+
+    def _deliver(self, one: OpenGroup, sample: Sample, origins: Origins, verified: bool = False) -> None:
+        for owner in {owner for _, owner in origins if owner is not None and not (owner.trusted or verified)}:
+            owner.add_delivered(one.client, one.group.label or one.group.id, sample.index)
+        self._out(one, sample)
+
+    def _repeat(self, one: OpenGroup, sample: Sample) -> None:
+        """Generate a finished child again, of which nothing is believed."""
+        one.finished -= sample.finish_reason in ("stop", "length")
+        one.forget([sample.index])
+        self.waiting[one.group.id] = one
 
     def _again(self, part: PlacedChildren, sample: Sample) -> None:
         """Continue a child elsewhere, from its tokens unless it ended as "error\"."""
@@ -203,7 +251,7 @@ class FleetGroups:
             return  # it was moved already
         self._left(part, sample.index)
         if len(sample.token_ids) and sample.finish_reason == "aborted" and not one.group.score:
-            one.partials[sample.index] = PartialSample.of(sample)
+            one.have(PartialSample.of(sample), part)
         one.unplaced.add(sample.index)
         self.waiting[one.group.id] = one  # placed in `step`: by then its replica may be known to stop
         self.moved += 1

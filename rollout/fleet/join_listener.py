@@ -13,12 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from rollout.engine.types import Limits
 from rollout.fleet.launcher import PREFIX, ProcessExit, Use, alike, least_used
+from rollout.fleet.owners import Ban, Owner, Owners
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
 from rollout.transport import messages as m
@@ -40,6 +41,8 @@ class ReplicaEvent(NamedTuple):
     why: str
     removed: bool = False
     """no other process is expected under this name"""
+    owner: Owner | None = None
+    """of one that has joined"""
 
 
 class JoinEndpoint(NamedTuple):
@@ -57,6 +60,7 @@ class JoinedReplica:
     join: m.Join
     key: str
     """public, of the replica; "" without keys"""
+    owner: Owner
     reported_at: float
     pause_s: float
     """before the router connects again"""
@@ -69,15 +73,25 @@ class JoinedReplica:
 
 
 class JoinListener:
-    """Used by the thread of the router's service. `endpoints`: where replicas join; closed by `close`."""
+    """Used by the thread of the router's service. `endpoints`: where replicas join; closed by `close`. `owners`: whom the
+    router trusts, and whom it has banned."""
 
-    def __init__(self, *endpoints: JoinEndpoint, clock: Callable[[], float] = time.monotonic, timing: Timing = TIMING) -> None:
+    def __init__(
+        self,
+        *endpoints: JoinEndpoint,
+        owners: Owners | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        timing: Timing = TIMING,
+    ) -> None:
+        self.owners = owners or Owners()
         self._endpoints = endpoints
         self._clock = clock
         self._timing = timing
         self._decoder: Decoder[m.ReplicaMessage] = Decoder(m.ReplicaMessage, Limits())
         self._known: dict[str, JoinedReplica] = {}
         self._events: list[ReplicaEvent] = []
+        self._refused: set[str] = set()
+        """names of banned replicas that have asked to join"""
         for one in endpoints:
             log.info("replicas may join address=%s", one.end.endpoint)
 
@@ -148,8 +162,11 @@ class JoinListener:
     # messages
 
     def _handle(self, endpoint: JoinEndpoint, peer: bytes, message: m.ReplicaMessage) -> m.Joined:
-        key = _key(endpoint.end, peer)
+        key, key_name = _key(endpoint.end, peer)
         known = self._known.get(message.name)
+        owner = self.owners.of(message.name, key, key_name, endpoint.admits is not None)
+        if owner.ban is not None:
+            self._refuse_banned(message.name, owner.ban)
         if isinstance(message, m.Leave):
             if known is not None and (known.key, known.join.incarnation) == (key, message.incarnation):
                 self._left(known, "it has stopped")
@@ -163,15 +180,25 @@ class JoinListener:
             )
         if endpoint.admits is not None and not endpoint.admits(message.name, message.pid):
             return m.Joined("stop", "another process is the replica of this name")
+        if not (owner.trusted or self.owners.open_to_all):
+            raise Busy("a trusted replica (fleet.trust) must join first: its model and weights are the fleet's")
         if known is None or (known.key, known.join.incarnation) != (key, message.incarnation):
             if known is not None and endpoint.admits is None:
                 self._check_free(known)
-            known = self._new(message, key, known)
+            known = self._new(message, key, owner, known)
         known.reported_at = now = self._clock()
         if not known.up and not known.answer.leave and now >= known.again_at:
             known.up = True
-            self._events.append(ReplicaEvent(message.name, address, "it has joined"))
+            self._events.append(ReplicaEvent(message.name, address, "it has joined", owner=known.owner))
         return known.answer
+
+    def _refuse_banned(self, name: str, ban: Ban) -> NoReturn:
+        """Raises Forbidden with the reason of a ban, which is logged once for each name."""
+        why = f"{ban.name} is banned: {ban.why}"
+        if len(self._refused) < m.MOST_REPLICAS and name not in self._refused:
+            self._refused.add(name)
+            log.warning("replica refused name=%s reason=%r", name, why)
+        raise Forbidden(why)
 
     def _is_revoked(self, known: JoinedReplica) -> bool:
         rings = [one.end.keys for one in self._endpoints if one.end.keys is not None]
@@ -182,7 +209,7 @@ class JoinListener:
         if self._clock() - known.reported_at < self._timing.silent_s:
             raise Busy(f"another process is the replica {known.join.name!r}: choose another --fleet.name")
 
-    def _new(self, join: m.Join, key: str, before: JoinedReplica | None) -> JoinedReplica:
+    def _new(self, join: m.Join, key: str, owner: Owner, before: JoinedReplica | None) -> JoinedReplica:
         """Add a process. Raises LimitExceeded."""
         now, first = self._clock(), self._timing.first_pause_s
         if before is not None and before.up:
@@ -190,7 +217,7 @@ class JoinListener:
         if before is None and len(self._known) >= m.MOST_REPLICAS:
             raise LimitExceeded(f"{m.MOST_REPLICAS} replicas have joined")
         again_at, pause_s = (now, first) if before is None else (before.again_at, before.pause_s)
-        known = self._known[join.name] = JoinedReplica(join, key, now, pause_s, again_at)
+        known = self._known[join.name] = JoinedReplica(join, key, owner, now, pause_s, again_at)
         if before is not None and before.removed:
             known.removed, known.answer = True, before.answer
         log.info("replica joins name=%s address=%s pid=%d", join.name, join.address, join.pid)
@@ -216,14 +243,14 @@ class JoinListener:
         self._events.append(ReplicaEvent(name, None, why, True))
 
 
-def _key(end: ServiceTransport, peer: bytes) -> str:
-    """Return the key that a message came with. Raises KeyRefused, Forbidden."""
+def _key(end: ServiceTransport, peer: bytes) -> tuple[str, str]:
+    """Return the key that a message came with, and its name; "" without keys. Raises KeyRefused, Forbidden."""
     if end.keys is None:
-        return ""
+        return "", ""
     client = client_of(end.keys, peer)
     if "replica" not in client.roles:
         raise Forbidden(f"Join is for keys with the role 'replica'; {client.name!r} has {', '.join(client.roles)}")
-    return client.public
+    return client.public, client.name
 
 
 def _address(end: ServiceTransport, join: m.Join) -> str | ClientKeys:

@@ -9,6 +9,7 @@ from typing import Any
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
+from rollout.fleet.verifier import Verifier
 
 SAME = ("version", "block_size", "block_bytes", "window_tokens", "window_layers")
 """equal in all replicas"""
@@ -59,6 +60,8 @@ def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
         "why": replica.why,
         "version": replica.version,
         "pid": pid,
+        "trusted": replica.owner.trusted,
+        **{name: replica.owner.counts[name] for name in ("verified", "unverifiable", "skipped")},
         "outstanding_tokens": replica.load,
         "parts": parts,
         "deaths": replica.deaths,
@@ -66,8 +69,8 @@ def described(replica: Replica, pid: int | None, parts: int) -> dict[str, Any]:
     }
 
 
-def totals(replicas: ReplicaSet, groups: FleetGroups) -> dict[str, Any]:
-    """Count replicas, losses and moved children."""
+def totals(replicas: ReplicaSet, groups: FleetGroups, verifier: Verifier) -> dict[str, Any]:
+    """Count replicas, losses, and children that were moved or verified."""
     since = replicas.none_since
     return {
         "replicas": len(replicas.by_name),
@@ -76,5 +79,11 @@ def totals(replicas: ReplicaSet, groups: FleetGroups) -> dict[str, Any]:
         "moved": groups.moved,
         "repeats": groups.repeats,
         "waiting": len(groups.waiting),
+        "trusting": verifier.on,
+        "verified": verifier.counts["verified"],
+        "lies": verifier.counts["lies"],
+        "unverifiable": verifier.counts["unverifiable"],
+        "verify_skipped": verifier.counts["skipped"],
+        "verifying": verifier.holding,
         "without_replica_s": 0.0 if since is None else round(time.monotonic() - since, 3),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,9 +11,13 @@ import xxhash
 
 from rollout.client.handle import OpenHandle
 from rollout.engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
+from rollout.fleet.owners import Owner
 from rollout.fleet.replica import Replica
 
 LEAST_DEADLINE_S = 1e-3
+
+Origins = list[tuple[int, Owner | None]]
+"""(first token, owner of the replica that generated it and those after it) of a child, ascending; None: the client gave them"""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +30,23 @@ class PlacedChildren:
     left: set[int]
     aborts: int
     """refreshes that had aborted all groups when it was sent"""
+    origins: dict[int, Origins]
+    """of each child; empty if nothing is verified"""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A finished child that is delivered after its verdict."""
+
+    one: OpenGroup
+    sample: Sample
+    origins: Origins
+    until: float
+    """time.monotonic: then it is delivered unverified"""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.one.group.prompt) + len(self.sample.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +61,10 @@ class OpenGroup:
     unplaced: set[int] = field(default_factory=set)
     parts: set[PlacedChildren] = field(default_factory=set)
     partials: dict[int, PartialSample] = field(default_factory=dict)
+    origins: dict[int, Origins] = field(default_factory=dict)
+    """of the tokens in `partials`"""
+    held: dict[int, Held] = field(default_factory=dict)
+    """finished children that are verified"""
     cancelled: set[int] = field(default_factory=set)
     """aborted children"""
     failed_on: set[str] = field(default_factory=set)
@@ -56,7 +81,8 @@ class OpenGroup:
     def of(cls, group: Group, client: str, now: float) -> OpenGroup:
         """Make the record of a group with a seed; no replica has any of it."""
         partials = {child.index: child for child in group.partials}
-        return cls(group, client, now, set(group.wanted), set(group.wanted), partials=partials)
+        origins: dict[int, Origins] = {index: [(0, None)] for index in partials}
+        return cls(group, client, now, set(group.wanted), set(group.wanted), partials=partials, origins=origins)
 
     @property
     def cut(self) -> bool:
@@ -108,14 +134,49 @@ class OpenGroup:
 
     def orphans(self, part: PlacedChildren) -> set[int]:
         """Return the children of a part that have not arrived and run nowhere else."""
-        return {index for index in part.left & self.left if not self.rivals(part, index)}
+        return {index for index in (part.left & self.left) - self.held.keys() if not self.rivals(part, index)}
 
     def take_back(self, part: PlacedChildren, orphans: set[int]) -> None:
         """Make these children of a part unplaced again, with the tokens that were streamed unless the replica sent invalid
         data."""
         if not part.replica.invalid and not self.group.score:  # a scored child generates no tokens
-            self.partials |= {child.index: child for child in part.handle.partial_samples() if child.index in orphans}
+            for child in part.handle.partial_samples():
+                if child.index in orphans:
+                    self.have(child, part)
         self.unplaced |= orphans
+
+    def have(self, child: PartialSample, part: PlacedChildren) -> None:
+        """Note the tokens so far of a child that a part has returned."""
+        self.partials[child.index], self.origins[child.index] = child, part.origins.get(child.index, [])
+
+    def tainted(self, part: PlacedChildren) -> set[int]:
+        """Return the children of a part that continue tokens of a banned owner."""
+        return {index for index in part.left & part.origins.keys() if is_banned(part.origins[index])}
+
+    def with_owner(self, indices: Sequence[int], owner: Owner) -> dict[int, Origins]:
+        """Return the origins of children that a replica of this owner continues."""
+        had = {index: len(self.partials[index].token_ids) for index in indices if index in self.partials}
+        return {index: [*self.origins.get(index, []), (had.get(index, 0), owner)] for index in indices}
+
+    def forget(self, indices: Collection[int]) -> None:
+        """Make children unplaced again, with the tokens that the client gave and no others."""
+        given = {child.index: child for child in self.group.partials}
+        for index in indices:
+            for known in (self.partials, self.origins):
+                known.pop(index, None)
+            if index in given:
+                self.partials[index], self.origins[index] = given[index], [(0, None)]
+            self.unplaced.add(index)
+
+
+def is_banned(origins: Origins) -> bool:
+    """Return whether some of the tokens are of a banned owner."""
+    return any(owner is not None and owner.ban is not None for _, owner in origins)
+
+
+def is_untrusted(origins: Origins) -> bool:
+    """Return whether some of the tokens are of an owner who is not trusted."""
+    return any(owner is not None and not owner.trusted for _, owner in origins)
 
 
 def seeded(group: Group, text: str) -> Group:

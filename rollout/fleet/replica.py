@@ -15,6 +15,7 @@ from rollout.client.connection import LinkTiming
 from rollout.client.link import Link
 from rollout.engine.types import Limits
 from rollout.fleet.event_queue import EventQueue
+from rollout.fleet.owners import Owner
 from rollout.fleet.replica_status import ProgressWatch, ReplicaStatus, read_status
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
@@ -57,6 +58,8 @@ class Replica:
         self.why = "its process starts"
         """reason for the state"""
         self.link: Link | None = None
+        self.owner = Owner(name, name)
+        """who runs it, once it has joined"""
         self.version = -1
         self.digest = ""
         self.base_digest = ""

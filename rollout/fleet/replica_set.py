@@ -19,6 +19,7 @@ from rollout.engine.types import NONE_SERVED, Routing, Served
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.join_listener import JoinListener, ReplicaEvent
 from rollout.fleet.launcher import LauncherLike
+from rollout.fleet.owners import Owner
 from rollout.fleet.replica import Make, Replica, State, linked, serving
 from rollout.fleet.replica_status import ReplicaStatus, ReplicaWeights
 from rollout.fleet.scaling import Scaling
@@ -183,6 +184,21 @@ class ReplicaSet:
             self._launcher.kill(replica.name)
         self._events.append(ReplicaLost(replica))
 
+    def ban(self, owner: Owner, why: str) -> None:
+        """Lose all replicas of an owner whose samples are proven wrong, and refuse those that join again."""
+        if owner.ban is not None:
+            return
+        self._joins.owners.ban(owner, why)
+        for replica in [one for one in self.by_name.values() if one.owner is owner]:
+            replica.invalid = why  # its tokens are not continued
+            self.lose(replica, f"banned: {why}", sick=False)
+            if self._launcher is not None:
+                self._launcher.remove(replica.name)
+
+    def trusted(self) -> list[Replica]:
+        """List the replicas that may verify samples of others."""
+        return [replica for replica in self.serving() if replica.owner.trusted]
+
     def failed(self, replica: Replica, group_id: str, error: RolloutError | None) -> None:
         """Record that a replica has failed on a group. error: its refusal; None: a sample ended as "error"."""
         if replica.state is State.DEAD:
@@ -220,6 +236,7 @@ class ReplicaSet:
         if replica is None:
             replica = self.by_name[event.name] = Replica(event.name, self._inbox, self._timing)
         if event.address is not None:
+            replica.owner = event.owner or replica.owner
             replica.set_state(State.JOINING, "the router connects to it")
             replica.connect(event.address, partial(self._welcomed, replica))
             return
@@ -265,6 +282,7 @@ class ReplicaSet:
             if joining or not (all_reported or now > self._returning_until):
                 return
         self.weights.settle(reported)
+        self._joins.owners.open_to_all = True
         for replica in reported:
             self._admit(replica)
 

@@ -59,7 +59,7 @@ class RecordedRefresh(msgspec.Struct, kw_only=True):
     partial: bool
     adapter: bool
     changed: dict[str, TensorInfo]
-    """tensors that differ from those before, by name"""
+    """tensors that differ from those before, by name; their digests are the first 16 hex digits of xxh3-128"""
 
 
 class RecordedGroup(msgspec.Struct, kw_only=True):
@@ -125,6 +125,8 @@ class RecordedRun:
         """of a last frame whose end is missing: the service was killed while it wrote"""
         self.digest = ""
         """of the last frame: names the whole file"""
+        self._weights: dict[int, tuple[int, dict[int, str]]] = {}
+        """number of refreshes, and digests of weights by version, of each service"""
 
     def __repr__(self) -> str:
         """Describe the run in one line."""
@@ -146,9 +148,13 @@ class RecordedRun:
 
     def weights(self, service: int) -> dict[int, str]:
         """Return the digests of the weights of a service by version, "" for unknown ones."""
-        first = self.services[service]
-        later = {refresh.version: refresh.digest for refresh in self.refreshes if refresh.service == service}
-        return {first.version: first.digest} | later
+        count, digests = self._weights.get(service, (-1, {}))
+        if count != len(self.refreshes):
+            first = self.services[service]
+            digests = {refresh.version: refresh.digest for refresh in self.refreshes if refresh.service == service}
+            digests = {first.version: first.digest} | digests
+            self._weights[service] = len(self.refreshes), digests
+        return digests
 
     def receipt(self, group: RecordedGroup, sample: RecordedSample) -> Receipt:
         """Return the receipt of a sample, as `client.receipt` gives it."""
@@ -275,13 +281,17 @@ class _Tables:
         self.run.services.append(RecordedService(digest=weights.hex(), **fields))
 
     def _weights(self, record: r.WeightsLive) -> None:
-        changed = {}
-        for number, digest in record.changed:
-            info = self._tensors[number] = msgspec.structs.replace(self._tensors[number], digest=digest.hex())
+        changed, size = {}, r.TENSOR_DIGEST
+        numbers = record.numbers or range(len(record.digests) // size)
+        if len(record.digests) != size * len(numbers):
+            raise ValueError(f"{len(record.digests)} bytes of digests for {len(numbers)} tensors")
+        for i, number in enumerate(numbers):
+            digest = record.digests[size * i : size * (i + 1)].hex()
+            info = self._tensors[number] = msgspec.structs.replace(self._tensors[number], digest=digest)
             changed[info.name] = info
         service = len(self.run.services) - 1
-        before = [refresh for refresh in self.run.refreshes if refresh.service == service]
-        if before and (before[-1].version, before[-1].at) == (record.version, record.at):
+        last = self.run.refreshes[-1] if self.run.refreshes else None
+        if last is not None and (last.service, last.version, last.at) == (service, record.version, record.at):
             return  # written once more, for the records behind it
         self.run.refreshes.append(
             RecordedRefresh(

@@ -24,8 +24,8 @@ FIELDS = (
     "finish_after", "min_len_to_cut", "deadline_s", "raw_logprobs", "top_logprobs", "routed_experts",
 )  # fmt: skip
 """fields of `Sampling` in a record, by their numbers: append only. The seed is the group's; the others decide no sample"""
-TOKEN_DIGEST, MARK = 8, 3
-"""bytes of the digest of a sample's tokens, and of each of its marks"""
+TENSOR_DIGEST, TOKEN_DIGEST, MARK = 8, 4, 2
+"""bytes of the digest of a tensor, of a sample's tokens, and of each of its marks"""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,14 +68,16 @@ class WeightsLive(Record, tag=2, frozen=True):
     """as `Started.weights`"""
     kv: int
     """number of the policy in POLICIES for running samples; -1: those that a service starts with"""
-    changed: list[tuple[int, bytes]]
-    """(tensor, its xxh3-128) of each one that differs from what the ledger has so far"""
+    digests: bytes
+    """of each tensor that differs from what the ledger has so far: the first 8 bytes of its xxh3-128"""
     at: float = 0.0
     sent: bool = False
     """the tensors are as a trainer sent them, in its dtype; otherwise as they are in the model"""
     partial: bool = False
     adapter: bool = False
     """the tensors are those of an adapter"""
+    numbers: tuple[int, ...] = ()
+    """of these tensors; empty: all tensors that are named, in the order of their numbers"""
 
 
 class HowSampled(Record, tag=3, frozen=True):
@@ -128,9 +130,9 @@ class SampleEnded(Record, tag=6, frozen=True):
     result: bytes
     """SHA-256 of tokens, log-probs and finish reason, 20 bytes"""
     token_digest: bytes
-    """BLAKE2b of the tokens, 8 bytes"""
+    """BLAKE2b of the tokens, 4 bytes"""
     marks: bytes = b""
-    """BLAKE2b of the first 1, 2, 4, 8, … tokens with their log-probs, 3 bytes each"""
+    """BLAKE2b of the first 1, 2, 4, 8, … tokens with their log-probs, 2 bytes each"""
     weight_versions: tuple[int, ...] = ()
     """spans as one row of numbers; empty: all tokens are of the version of the group"""
     kv_versions: tuple[int, ...] = ()

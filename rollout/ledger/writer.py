@@ -203,7 +203,7 @@ class LedgerWriter(Ledger):
         )  # fmt: skip
         self._pending.append(self._about)
         if isinstance(engine.weights, HasDigests):
-            self._weights(r.WeightsLive(live.version, bytes.fromhex(hex_of(live)), -1, []), engine.weights.live_manifest())
+            self._weights(r.WeightsLive(live.version, bytes.fromhex(hex_of(live)), -1, b""), engine.weights.live_manifest())
         self.commit()
         if self._error:
             raise InputError(f"ledger {self._file.path}: {self._error}")
@@ -256,7 +256,7 @@ class LedgerWriter(Ledger):
         tensors = weights.live_manifest() if isinstance(weights, HasDigests) else refresh.manifest
         sent = not isinstance(weights, HasDigests)
         live = r.WeightsLive(
-            result.version, bytes.fromhex(hex_of(Served(result.version, result.digest))), r.POLICIES.index(refresh.kv), [],
+            result.version, bytes.fromhex(hex_of(Served(result.version, result.digest))), r.POLICIES.index(refresh.kv), b"",
             time.time(), sent, refresh.partial, refresh.adapter,
         )  # fmt: skip
         self._weights(live, tensors)
@@ -289,8 +289,9 @@ class LedgerWriter(Ledger):
     def close(self) -> None:
         if self._closed:
             return
-        self._pending.append(r.Stopped())
-        self.commit()
+        if self._about is not None:
+            self._pending.append(r.Stopped())
+            self.commit()
         self._closed = True
         try:
             self._file.close()
@@ -313,16 +314,19 @@ class LedgerWriter(Ledger):
 
     def _weights(self, live: r.WeightsLive, tensors: Iterable[TensorInfo]) -> None:
         """Append the record of weights: the tensors that differ from what the file has."""
-        changed = []
+        changed: dict[int, bytes] = {}
         known = self._contents.tensors
         for info in tensors:
             number, before = known.get(info.name, (len(known), None))
             if before is None or (before.dtype, before.shape) != (info.dtype, info.shape):
                 self._pending.append(r.TensorNamed(number, info.name, info.dtype, info.shape))
             if before != info:
-                changed.append((number, bytes.fromhex(info.digest)))
+                changed[number] = bytes.fromhex(info.digest)[: r.TENSOR_DIGEST]
             known[info.name] = number, info
-        self._live = msgspec.structs.replace(live, changed=changed)
+        numbers = tuple(sorted(changed))
+        digests = b"".join(changed[number] for number in numbers)
+        numbers = () if len(numbers) == len(known) else numbers
+        self._live = msgspec.structs.replace(live, digests=digests, numbers=numbers)
         self._pending.append(self._live)
 
     def _again(self) -> list[r.AnyRecord]:

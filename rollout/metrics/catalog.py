@@ -156,6 +156,16 @@ METRICS: dict[str, Metric] = {
     "fleet/deaths": Metric("replicas", "total", "lost replicas"),
     "fleet/moved": Metric("children", "total", "children sent again because their replica was lost or stopped"),
     "fleet/repeats": Metric("samples", "total", "duplicate samples, dropped"),
+    "fleet/verified": Metric(
+        "samples", "total", "samples of untrusted replicas that a trusted one has computed again, with equal bits"
+    ),
+    "fleet/lies": Metric("samples", "total", "samples that were proven wrong; they are generated again"),
+    "fleet/unverifiable": Metric("samples", "total", "chosen samples without a verdict, mostly because of a refresh"),
+    "fleet/verify_skipped": Metric(
+        "samples", "total", "chosen samples that were delivered unverified: full queue, no trusted replica"
+    ),
+    "fleet/verifying": Metric("samples", "now", "samples that wait for their verdict"),
+    "fleet/banned": Metric("owners", "now", "keys, or names of replicas without a key, that are refused"),
     "off_policy/lag_mean": Metric(
         "versions",
         "window",

@@ -116,6 +116,12 @@ GAUGES: dict[str, Callable[[Counts], float]] = {
     "fleet/deaths": lambda s: s["fleet"]["deaths"],
     "fleet/moved": lambda s: s["fleet"]["moved"],
     "fleet/repeats": lambda s: s["fleet"]["repeats"],
+    "fleet/verified": lambda s: s["fleet"]["verified"],
+    "fleet/lies": lambda s: s["fleet"]["lies"],
+    "fleet/unverifiable": lambda s: s["fleet"]["unverifiable"],
+    "fleet/verify_skipped": lambda s: s["fleet"]["verify_skipped"],
+    "fleet/verifying": lambda s: s["fleet"]["verifying"],
+    "fleet/banned": lambda s: len(s["fleet"]["bans"]),
     "loop/stalled_s": lambda s: s["loop"]["stalled_s"],
     "loop/longest_turn_s": lambda s: s["loop"]["longest_turn_s"],
 }

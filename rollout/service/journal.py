@@ -44,6 +44,8 @@ CREATE TABLE groups(engine_id TEXT PRIMARY KEY, key TEXT, session TEXT, submit B
 CREATE TABLE samples(engine_id TEXT, child INTEGER, reason TEXT, frames BLOB, PRIMARY KEY(engine_id, child)) WITHOUT ROWID;
 CREATE INDEX groups_of ON groups(key, session);
 """
+BANS = "CREATE TABLE IF NOT EXISTS bans(owner TEXT PRIMARY KEY, name TEXT, why TEXT, at REAL)"
+"""not in `TABLES`: files of this version that were written before have no such table"""
 
 GROUPS = "SELECT engine_id, key, session, submit, seed, version, digest, at FROM groups ORDER BY rowid"
 WAY_OUT = (
@@ -135,6 +137,15 @@ class SampleRow(NamedTuple):
     frames: bytes | None
 
 
+class BanRow(NamedTuple):
+    """An owner whose replicas a router refuses, as `rollout.fleet.owners.Ban`."""
+
+    owner: str
+    name: str
+    why: str
+    at: float
+
+
 class JournaledGroup(NamedTuple):
     key: str
     session: str
@@ -204,6 +215,7 @@ class Journal(Persistence):
         self.weights = Served(meta.weights, meta.digest)
         """the newest weights that were live"""
         db.execute("UPDATE meta SET value = ? WHERE name = 'starts'", (self.starts,))
+        db.execute(BANS)
 
     # write
 
@@ -229,6 +241,10 @@ class Journal(Persistence):
     def dropped(self, engine_id: str) -> None:
         self._writes.append(("DELETE FROM samples WHERE engine_id = ?", (engine_id,)))
         self._writes.append(("DELETE FROM groups WHERE engine_id = ?", (engine_id,)))
+
+    def banned(self, ban: BanRow) -> None:
+        """Store an owner whose replicas a router refuses."""
+        self._writes.append(("INSERT OR REPLACE INTO bans VALUES(?, ?, ?, ?)", ban))
 
     def served(self, live: Served) -> None:
         if self._newest(live):
@@ -276,6 +292,12 @@ class Journal(Persistence):
             with self.reading(f"table sessions, row {row[:2]}"):
                 session = msgspec.convert(row, SessionIdentity)
             yield session
+
+    def bans(self) -> list[BanRow]:
+        """Return the owners that are banned. Raises InputError."""
+        with self.reading("table bans"):
+            rows = self._db.execute("SELECT owner, name, why, at FROM bans ORDER BY at").fetchall()
+            return msgspec.convert(rows, list[BanRow])
 
     def groups(self) -> Iterator[JournaledGroup]:
         """Yield the groups of these sessions, ordered by acceptance. Raises InputError."""

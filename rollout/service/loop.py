@@ -200,8 +200,8 @@ class Service:
             self.watch.at("step")
             self._running.step(self._sessions)
         self.watch.at("send")
+        self._ledger.commit()  # before the journal: after a kill, the next service sends what the journal has
         self._persistence.commit(to_store(engine, self._persistence))  # before clients get samples that are not stored
-        self._ledger.commit()
         self._flush()
         self.watch.at("timers")
         self._check_timers()

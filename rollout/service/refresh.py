@@ -443,7 +443,7 @@ def update_of(begin: m.Begin, manifest: list[TensorInfo], engine: EngineLike) ->
     """Return what a Begin asks the engine to stage."""
     adapter = None if begin.adapter is None else Adapter(begin.base, unpack_targets(begin.adapter, engine.weights.names))
     on_device = begin.offer.on_device and engine.model.device is not None
-    return WeightUpdate(manifest, begin.version, begin.partial, adapter, on_device)
+    return WeightUpdate(manifest, begin.version, begin.partial, adapter, on_device, begin.offer.stays)
 
 
 def check_commit(commit: m.Commit, manifest_digest: str) -> None:

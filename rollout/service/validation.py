@@ -51,7 +51,8 @@ def checked_group(submit: m.Submit, engine_id: str, after: tuple[str, int] | Non
         raise LimitExceeded(f"client of more than {limits.max_id_bytes} bytes (Limits.max_id_bytes)", submit.group_id)
     try:
         partials = unpack_partials(submit.partials, limits.max_n)
-        group = Group(engine_id, submit.prompt, submit.sampling, submit.indices, partials, submit.score, after, submit.redraw)
+        fields = submit.prompt, submit.sampling, submit.indices, partials, submit.score, after, submit.redraw
+        group = Group(engine_id, *fields, label=submit.group_id)
         group.validate(limits, engine.vocab_size, engine.context)
         group.validate_routes(engine.routing)
         check_sample_frames(submit.sampling, limits)

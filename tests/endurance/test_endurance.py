@@ -17,17 +17,19 @@ import zmq
 
 from rollout.client.api import RolloutClient
 from rollout.client.lora import digest_of_tensors
+from rollout.client.receipts import result_digest
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group as EngineGroup
 from rollout.engine.types import Mode, Sample, Sampling
 from rollout.transport import messages as m
 from rollout.transport.errors import RolloutError
-from tests.support.endurance import leaks, older
+from tests.support.endurance import leaks, ledgers, older
 from tests.support.endurance.account import Account, Group, Judge
 from tests.support.endurance.garbage import HARMFUL, Attacker
 from tests.support.endurance.models import BROKEN, CLASSES, TestModel
 from tests.support.endurance.numberless import Contents
 from tests.support.hash_engine import HashEngine
+from tests.support.ledgers import asked, recorded
 from tests.support.waiting import until
 from tests.support.wire import serving
 
@@ -95,6 +97,28 @@ def test_what_is_right_is_no_violation(account: Account) -> None:
 def test_each_violation_is_seen(account: Account, seen: str, wrong: list[Sample]) -> None:
     account.settle(account.group("a", PROMPT, SAMPLING), wrong)
     assert violations(account)[seen] >= 1 and len(account.notes) == violations(account).total()
+
+
+def test_a_sample_that_the_ledger_lacks_is_seen(account: Account, tmp_path: Path) -> None:
+    """And a ledger in which a byte was changed; one whose last frame is torn is whole."""
+    path = tmp_path / "ledger"
+    with recorded(path) as client:
+        prompt, sampling = asked(0)
+        came = client.submit(prompt, sampling).result(timeout=60.0)
+    for sample in came:
+        account.arrived[result_digest(sample)] = "one"
+    ledgers.check(account, path)
+    assert (account.counts["unrecorded"], account.counts["ledger_records"]) == (0, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[-40:-3])
+    ledgers.check(account, path)
+    assert account.counts["unrecorded"] == 0, "torn: another life of the service would cut it"
+    account.arrived["0" * 40] = "another"
+    ledgers.check(account, path)
+    assert account.counts["unrecorded"] == 1
+    path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    ledgers.check(account, path)
+    assert account.counts["unrecorded"] == 2 and "cannot be read" in account.notes[-1]
 
 
 def test_what_nobody_settles_is_lost(account: Account) -> None:

@@ -4,6 +4,7 @@ in any company, the same bits in sets that share an arithmetic."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -16,7 +17,18 @@ from rollout.engine.cpu.products import sensitive
 CHAINS = [isa for isa in here() if isa_of(isa).arithmetic != "amx/1"]
 """whose products are one chain of FMAs for each output"""
 DTYPES = (torch.bfloat16, torch.float32)
-SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 63), (2, 16, 32), (9, 48, 64), (40, 100, 1100), (300, 31, 65), (70, 64, 544)]
+SHAPES = [
+    (1, 1, 1),
+    (3, 5, 7),
+    (17, 33, 63),
+    (2, 16, 32),
+    (9, 48, 64),
+    (40, 100, 1100),
+    (300, 31, 65),
+    (70, 64, 544),
+    (5, 96, 63),
+    (16, 48, 1041),
+]
 """rows, outputs, inputs: whole tiles, and ends inside tiles, panels, chunks and blocks of rows"""
 
 
@@ -63,14 +75,14 @@ def test_a_row_is_the_same_in_any_company(kernels: Kernels, dtype: torch.dtype, 
 
 def test_neighbours_that_are_not_finite(kernels: Kernels) -> None:
     """Neither another row nor what lies behind the last input or output reaches a sum."""
-    for dtype in DTYPES:
-        x, w, _ = numbers(19, 35, 75, dtype)
+    for dtype, (n, size, inputs) in itertools.product(DTYPES, ((19, 35, 75), (5, 48, 63), (9, 48, 63))):
+        x, w, _ = numbers(n, size, inputs, dtype)
         want = kernels.linear(x, w)
-        x[3], w[7], w[34, 5] = torch.nan, torch.inf, torch.nan
+        x[3], w[7], w[34, 5], w[12, 0] = torch.nan, torch.inf, torch.nan, torch.nan
         got = kernels.linear(x, w)
-        rows, outputs = [i for i in range(19) if i != 3], [i for i in range(35) if i not in (7, 34)]
+        rows, outputs = [i for i in range(n) if i != 3], [i for i in range(size) if i not in (7, 12, 34)]
         assert torch.equal(got[rows][:, outputs], want[rows][:, outputs])
-        assert got[3].isnan().all() and not got[rows][:, 7].isfinite().any() and got[:, 34].isnan().all()
+        assert got[3].isnan().all() and not got[rows][:, 7].isfinite().any() and got[:, [12, 34]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

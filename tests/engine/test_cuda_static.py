@@ -81,7 +81,7 @@ def held(rows: list[dict[str, Any]]) -> None:
                 if limits.capability in (90, 100):
                     assert row["turn_instructions"] * 64 <= MOST_INSTRUCTIONS[row["fp8"]] * row["keys"]
             if row["itemsize"] == 2:
-                assert row["copies_ahead"] > 0, "every copy is waited for before products run"
+                assert row["copies_ahead"] > 0 or row["stages"] < 5, "every copy is waited for before products run"
                 assert row["products"] > 0
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine import memory as engine_memory  # noqa: E402
-from rollout.engine.memory import anonymous  # noqa: E402
+from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
 from rollout.engine.types import TensorInfo, WeightUpdate  # noqa: E402
 from rollout.engine.weights.buffers import RefreshBuffers  # noqa: E402
+from rollout.engine.weights.in_place import InPlaceStaging  # noqa: E402
+from rollout.engine.weights.in_process import update_from  # noqa: E402
 from rollout.engine.weights.live import Weights  # noqa: E402
 from rollout.engine.weights.staging import Staging  # noqa: E402
 from rollout.engine.weights.tensors import InvalidWeights, describe, flat_bytes, with_digest  # noqa: E402
@@ -168,6 +171,91 @@ def test_without_room_it_is_staged_in_host_memory() -> None:
     assert staging.complete and weights._buffers.host is not None and not memory.taken_rooms
     weights.commit(staging)
     assert torch.equal(live(weights)["embed"], named["embed"])
+
+
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float32], ids=str)
+def test_without_room_a_payload_that_stays_is_written_in_place(sent: torch.dtype) -> None:
+    """Nothing of it is kept before the commit; the live tensors stay where they are; the second time as well."""
+    memory = FakeDeviceMemory(rooms=100)
+    weights, other = Weights(module(), memory=memory), Weights(module())
+    before = [tensor.data_ptr() for tensor in weights.inventory.tensors.values()]
+    for version in (1, 2):
+        named, old = tensors(version, sent), live(weights)
+        update, source = update_from(list(named.items()), memory, None, False)
+        staging = weights.stage(update)
+        assert isinstance(staging, InPlaceStaging) and weights._buffers.host is None
+        while staging.received < staging.total:
+            assert staging.feed(source)
+        settled(weights, memory, staging)
+        assert staging.complete and all(torch.equal(old[name], live(weights)[name]) for name in old)
+        weights.commit(staging)
+        twin = other.stage(WeightUpdate(manifest_of(named)))
+        twin.feed_all(source_of(named))
+        other.commit(twin)
+        assert weights.version == version and not weights.dropped and weights.digest == other.digest == weights.live_digest()
+    assert [tensor.data_ptr() for tensor in weights.inventory.tensors.values()] == before and not memory.taken_rooms
+
+
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float32], ids=str)
+def test_what_has_changed_since_its_check_drops_the_weights(sent: torch.dtype) -> None:
+    """The trainer has written a tensor before the refresh was over: nothing runs until all tensors are sent again."""
+    memory, named = FakeDeviceMemory(rooms=100), tensors(1, sent)
+    weights = Weights(module(), memory=memory)
+    update, source = update_from(list(named.items()), memory, None, False)
+    staging = weights.stage(update)
+    while staging.received < staging.total:
+        staging.feed(source)
+    settled(weights, memory, staging)
+    named["norm"][0] += 1
+    with pytest.raises(InvalidWeights, match="'norm': its bytes have changed.*dropped; refresh all tensors again"):
+        weights.commit(staging)
+    staging.close()
+    assert weights.dropped and weights.version == 0 and not weights.staging
+    with pytest.raises(InvalidWeights, match="a refresh of all tensors must come first"):
+        weights.stage(WeightUpdate(manifest_of(named)[:1], partial=True))
+    update, source = update_from(list(named.items()), memory, None, False)
+    again = weights.stage(update)
+    while again.received < again.total:
+        again.feed(source)
+    settled(weights, memory, again)
+    weights.commit(again)
+    assert not weights.dropped and weights.version == 1 and weights.digest == weights.live_digest()
+
+
+def test_a_payload_that_is_checked_is_refused_as_ever() -> None:
+    """Before anything is written: the live weights serve on."""
+    memory, named = FakeDeviceMemory(rooms=100), tensors(1)
+    weights = Weights(module(), memory=memory)
+    update, source = update_from(list(spoiled(named, "norm", float("nan")).items()), memory, None, False)
+    staging = weights.stage(update)
+    with pytest.raises(InvalidWeights, match="'norm': it holds NaN or infinity"):
+        while not staging.complete:
+            staging.feed(source)
+            memory.settle()
+    staging.close()
+    assert not weights.dropped and not live(weights)["norm"].any()
+
+
+def test_tensors_of_the_device_stay_there() -> None:
+    """The manifest and the bytes are those that go by way of the host; a source begins again after its end."""
+    memory, named = FakeDeviceMemory(), tensors(3, torch.float32)
+    named["embed"] = named["embed"].t().contiguous().t()  # in another order than its elements
+    update, source = update_from(list(named.items()), memory, 7, True)
+    plain, of_host = update_from(list(named.items()), HostMemory(), 7, True)
+    assert update.on_device and update.stays and not (plain.on_device or plain.stays)
+    assert update.manifest == plain.manifest and (update.version, update.partial) == (plain.version, plain.partial) == (7, True)
+    whole = torch.cat([flat_bytes(named[info.name]) for info in plain.manifest])
+
+    def read(one: Callable[[Any], int], buffer: Any) -> torch.Tensor:
+        filled = 0
+        while filled < len(buffer):
+            filled += (count := one(buffer[filled:]))
+            assert count
+        return torch.as_tensor(buffer)
+
+    assert torch.equal(read(of_host, np.empty(len(whole), np.uint8)), whole)
+    assert torch.equal(read(source, torch.empty(2 * len(whole), dtype=torch.uint8)), whole.repeat(2))
+    assert torch.equal(read(source, np.empty(len(whole), np.uint8)), whole)
 
 
 def test_closing_in_the_middle_gives_the_room_back_when_the_device_is_done() -> None:

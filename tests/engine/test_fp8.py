@@ -101,7 +101,9 @@ def test_a_block_is_one_row_of_bytes() -> None:
     assert wide.bytes_per_token / wide.kept_as("fp8_e4m3").bytes_per_token == pytest.approx(1.97, abs=0.01)
     assert wide.kept_as("auto") == wide
     with pytest.raises(ValueError, match="block_size=1: a layer of a block has 6 numbers, .* a multiple of 4"):
-        PagedKV(KVGeometry(1, 1, 3, torch.float32, fp8=True), PoolSizes(1, 2, 0), HostMemory())
+        PagedKV(KVGeometry(1, 1, 2, torch.float32, 4, fp8=True), PoolSizes(1, 2, 0), HostMemory())
+    with pytest.raises(ValueError, match="heads of 3 and 4 numbers: both must be even"):
+        PagedKV(KVGeometry(1, 1, 3, torch.float32, 4, fp8=True), PoolSizes(4, 2, 0), HostMemory())
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from rollout.engine.forward.batch import padded  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
 from rollout.engine.worker import ModelKernels, Worker  # noqa: E402
-from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
+from tests.support.fake_device import eager_memory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
@@ -106,7 +106,7 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(
 ) -> None:
     eager, _ = small_engine(None)
     monkeypatch.setattr("rollout.engine.memory.pinned", anonymous)
-    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: FakeDeviceMemory(HostDriver()))
+    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(HostDriver()))
     graphed, stub = small_engine(Captured)
     assert stub is not None
     sample = wanted["a", 0]
@@ -282,9 +282,8 @@ def test_nothing_is_captured_after_the_start(caplog: pytest.LogCaptureFixture) -
     decode = [size for size in reversed(sizes(40)) if size > 1 for _ in range(2)]
     assert captured == [40] * len(graphs.mixed) + decode, "one row is padded to two"
     steps = len(graphs.mixed) + 9
-    assert (
-        "warming up step=1 of=%d sequences=40 tokens=4000" % steps in caplog.text and f"step={steps} of={steps}" in caplog.text
-    )
+    first, last = f"warming up step=1 of={steps} sequences=40 tokens=4000", f"step={steps} of={steps}"
+    assert first in caplog.text and last in caplog.text
     with torch.inference_mode():
         for rows in range(1, 41):
             graphs.forward(by_hand([1] * rows, [*range(rows)], 0, large=rows % 2 > 0), None, None)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from rollout.engine.types import Sample  # noqa: E402
 from tests.support.captured import Captured, largest  # noqa: E402
 from tests.support.configs import engine_config  # noqa: E402
 from tests.support.equivalence import same  # noqa: E402
-from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
+from tests.support.fake_device import eager_memory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
 from tests.support.tiny import tiny_engine  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
@@ -58,7 +58,7 @@ def small() -> Iterator[None]:
         patch.setattr("rollout.engine.worker.try_out", lambda *_: None)
         patch.setattr("rollout.engine.worker.check_model", lambda *_: None)
         patch.setattr("rollout.engine.memory.pinned", anonymous)
-        patch.setattr("rollout.engine.devices.HostMemory", lambda: FakeDeviceMemory(HostDriver()))
+        patch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(HostDriver()))
         yield
 
 

@@ -15,7 +15,7 @@ from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import anonymous
 from rollout.engine.weights.live import Weights
-from tests.support.fake_device import FakeDeviceMemory
+from tests.support.fake_device import FakeDeviceMemory, eager_memory
 from tests.support.fake_regions import HostDriver
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run
@@ -143,7 +143,7 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("driver", [HostDriver(), None], ids=["staying", "moving"])
 def test_an_engine_forgets_its_graphs_where_memory_moves(driver: HostDriver | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And only there; samples go on over a nap either way."""
-    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: FakeDeviceMemory(driver))
+    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(driver))
     made, plain = (tiny_engine(attention="reference", cpu_offload_gib=0.01) for _ in range(2))
     forgotten: list[str] = []
 

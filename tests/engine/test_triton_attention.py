@@ -263,9 +263,8 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kept_in_fp8", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=str)
 def test_the_smallest_case_of_production(dtype: torch.dtype, kept_in_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 256 tokens, as they run: a prefix of one in common, a second chunk, several turns of the loop in each. Blocks of
-    64 tokens have all keys of a turn; blocks of 16 tokens give the same bits. tests/gpu/test_attention_oracle.py has all sizes,
-    on a device."""
+    """Chunks of 256 tokens, as they run: a prefix of one in common, a second chunk, several turns of the loop in each. A block
+    of 64 tokens has all keys of a turn; blocks of 16 give the same bits. On a device test_attention_oracle.py has all sizes."""
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 256)
     heads = production.Heads(kv=1, group=2, dim=16, dtype=dtype, fp8=kept_in_fp8)
     made = production.pages(heads, [259, 300], 4)

@@ -1,4 +1,4 @@
-"""Versions of torch and transformers outside the tested range are refused in a sentence; the package asks for the same ranges."""
+"""Versions of torch and transformers outside the range are refused in a sentence; the package asks for the same ranges."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import versions
 from rollout.engine.cuda import compiled
+from rollout.engine.forward import versions
 from tests.support.tiny import tiny_engine
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollout.client.api import RolloutClient
 from rollout.engine.types import Sampling
-from rollout.recipes.tree import Vine, grow, positions
+from rollout.recipes.tree import Vine, grow, otherwise, positions
 
 
 @pytest.mark.parametrize(("length", "branches", "where"), [(8, 4, [0, 2, 4, 6]), (3, 4, [0, 1, 2]), (1, 4, [0]), (10, 1, [0])])
@@ -52,3 +52,15 @@ def test_a_branch_of_other_tokens_finds_nothing(tiny_service: str) -> None:
         grow(client, prompt[::-1], sample, np.array([32]), Sampling(n=2, max_tokens=2), lambda tokens: 0.0)
         after = client.status()
     assert after["prefix_hit_tokens"] == before["prefix_hit_tokens"]
+
+
+def test_a_sample_with_another_seed_from_a_token_on(tiny_service: str) -> None:
+    prompt, sampling = [5, 6, 7, 8], Sampling(n=2, max_tokens=32, ignore_eos=True, seed=1)
+    with RolloutClient(tiny_service) as client:
+        sample = client.submit(prompt, sampling).result(30)[1]
+        other = otherwise(client, prompt, sample, sampling, 12, 2)
+        same = otherwise(client, prompt, sample, sampling, 12, 1)
+    assert np.array_equal(other.token_ids[:12], sample.token_ids[:12])
+    assert other.logprobs[:12].tobytes() == sample.logprobs[:12].tobytes()
+    assert not np.array_equal(other.token_ids, sample.token_ids)
+    assert np.array_equal(same.token_ids, sample.token_ids), "the negative control: its own seed"

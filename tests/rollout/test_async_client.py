@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from rollout import AsyncHandle, AsyncRolloutClient, RolloutClient
+from rollout.client.base import BaseClient
 from rollout.engine.types import PartialSample, Sample, Sampling, TokenChunk
 from rollout.transport import errors as e
 from rollout.transport import messages as m
@@ -107,7 +108,10 @@ async def groups_of(client: AsyncRolloutClient) -> int:
 
 
 def public(kind: type) -> dict[str, Any]:
-    return {name: member for name, member in vars(kind).items() if not name.startswith("_")} | {"__init__": kind.__init__}
+    """Public members of a client, beside those that both have from `BaseClient`."""
+    own = [each for each in reversed(kind.__mro__) if each not in BaseClient.__mro__]
+    members = {name: member for each in own for name, member in vars(each).items() if not name.startswith("_")}
+    return members | {"__init__": kind.__init__}
 
 
 def shape(member: Any) -> Any:

@@ -17,6 +17,7 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.replica_set import ReplicaSet
+from rollout.fleet.verifier import Verification, Verifier
 from rollout.service.engine_groups import EngineGroups
 from rollout.service.journal import SessionIdentity
 from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
@@ -191,7 +192,7 @@ def test_samples_that_come_together_count_one_by_one() -> None:
 
 
 def test_a_router_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
+    router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()), Verifier(EventQueue(), Verification()))
     for i in range(40):
         router.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=200, max_tokens=4, seed=1)), "", 0.0)
     assert len(router.waiting) == 40
@@ -207,7 +208,7 @@ def test_a_router_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatc
 
 def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_groups, "MAX_PLACED", 5)
-    router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()))
+    router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()), Verifier(EventQueue(), Verification()))
     for i in range(3):
         router.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
     router.give_up("nobody serves")

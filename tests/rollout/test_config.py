@@ -32,6 +32,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
     config = parse_serve("--config", str(path), "--engine.seed", "7")
     assert config == Config(engine=EngineConfig(max_num_seqs=64, seed=7), limits=Limits(max_n=256))
     assert parse_serve(f"--config={path}").engine.seed == 5
+    assert parse_serve("--engine.weight-dtype", "int8").engine == EngineConfig(weight_dtype="int8")
     assert parse_serve() == Config()
 
 

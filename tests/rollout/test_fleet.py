@@ -848,11 +848,13 @@ def test_a_short_chaos() -> None:
         ("stale", "unequal"),
         pytest.param("repeats", "doubled", marks=pytest.mark.long),
         pytest.param("unprepared", "mixed", marks=pytest.mark.long),
+        pytest.param("lies", "alarms", marks=pytest.mark.long),
     ],
 )
 def test_chaos_notices(fault: str, found: str) -> None:
-    """Negative controls: a replica with stale weights, repeats that are not dropped, commits of what was not prepared."""
-    accounts = Chaos(seed=1, replicas=2, fault=fault).run(100.0 if fault == "stale" else 6.0, enough=found)
+    """Negative controls: a replica with stale weights, repeats that are not dropped, commits of what was not prepared, lies."""
+    seconds = {"stale": 100.0, "lies": 20.0}.get(fault, 6.0)
+    accounts = Chaos(seed=1, replicas=3 if fault == "lies" else 2, fault=fault).run(seconds, enough=found)
     assert accounts[found], accounts
 
 

@@ -19,9 +19,12 @@ from rollout.commands.serve import run
 from rollout.commands.serve_replica import RESTART
 from rollout.config import Config, FleetConfig, InputError, dump
 from rollout.engine.types import Group, Limits, Sampling
+from rollout.fleet.fleet import FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import ProcessExit
+from rollout.fleet.owners import Owners
 from rollout.fleet.timing import Timing
+from rollout.fleet.verifier import Verification
 from rollout.transport import messages as m
 from rollout.transport.errors import KeyRefused, ServiceLost
 from rollout.transport.frames import Decoder, pack
@@ -72,6 +75,30 @@ def test_replicas_join_with_keys_die_and_come_back(tmp_path: Path) -> None:
         assert {tuple(sample.weight_versions) for sample in got} == {((0, 1),)}
         assert joined.processes["b"].wait(WAIT) == 0
         assert joined.replica("b")["why"] in ("it has stopped", "the service is closing: stopped")
+
+
+def test_a_process_that_lies_is_banned_with_all_of_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two processes of one key; one of them lies. All of the other samples come; both are refused from then on."""
+    options = FleetOptions(verification=Verification(1.0))
+    joined = JoinedFleet(tmp_path, owners=Owners(("mine",)), options=options)
+    try:
+        joined.start("mine")
+        rented = str(joined.key("rented", "replica"))
+        joined.start("b", 0.0, "fault=lies", router=rented)
+        joined.start("c", 0.0, router=rented)
+        joined.fleet.open(WAIT, 3, patient=True)
+        for i in range(12):
+            joined.fleet.submit(group(i))
+        check(collect(joined.fleet, 48).values())
+        (ban,) = joined.fleet.status()["fleet"]["bans"]
+        assert ban["owner"] == "key rented" and "first_bad=0" in ban["why"] and joined.replica("mine")["state"] == "serving"
+        assert {joined.replica(name).get("state") for name in ("b", "c")} <= {"dead", None}
+        joined.start("d", 0.0, router=rented)
+        refused = lambda: [line for line in caplog.messages if "name=d" in line and "key rented is banned" in line]  # noqa: E731
+        step_until(joined.fleet, refused, "it is refused")
+        assert not joined.replica("d")
+    finally:
+        joined.close()
 
 
 def test_nobody_but_the_router_gets_into_a_replica(tmp_path: Path) -> None:
@@ -153,6 +180,21 @@ def keyed_router(tmp_path: Path) -> Iterator[Router]:
     one = Router(tmp_path)
     yield one
     one.close()
+
+
+def test_a_banned_key_is_refused_under_any_name(keyed_router: Router) -> None:
+    """With the reason. Other keys join, also under the name of a banned replica."""
+    liar, other = keyed_router.dealer("replica"), keyed_router.dealer("replica")
+    server = files.read_service(keyed_router.file).public  # type: ignore[arg-type]  any key will do
+    assert keyed_router.ask(liar, join(server=server)) == m.Joined()
+    known = keyed_router.joins._known["a"]
+    owner = known.owner
+    assert (owner.id, owner.name, owner.trusted) == (known.key, "key k0", False) and len(known.key) == 40
+    keyed_router.joins.owners.ban(owner, "first_bad=7")
+    for name in ("a", "b"):
+        assert keyed_router.ask(liar, join(name, server=server)) == "forbidden"
+    keyed_router.now = 10.0
+    assert keyed_router.ask(other, join(server=server)) == m.Joined()
 
 
 def join(name: str = "a", **fields: Any) -> m.Join:

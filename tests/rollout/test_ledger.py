@@ -17,14 +17,16 @@ import pytest
 from rollout import ledger
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger import records
 from rollout.ledger.frames import HEADER, DamagedLedger, frames
 from rollout.ledger.writer import LedgerWriter
-from rollout.service.recording import AcceptedAs
+from rollout.service.recording import AcceptedAs, AppliedRefresh
 from tests.support.cache import tensors_of
+from tests.support.fleet import fleet_of, router_of
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import ROOM, WAIT, asked, recorded, trained
+from tests.support.waiting import until
 from tests.support.wire import serving
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +87,10 @@ def test_each_sample_has_its_receipt(path: Path) -> None:
 
 
 def test_a_sample_that_lived_through_a_refresh(path: Path) -> None:
-    with recorded(path, HashEngine(step_s=0.002)) as client:
+    engine = HashEngine(step_s=0.002)
+    with recorded(path, engine) as client:
         handle = client.submit(*asked(1, max_tokens=300))
+        until(lambda: engine.made["generated_tokens"], "it runs", WAIT)
         client.refresh(tensors_of(1), version=1, kv="recompute")
         samples = handle.result(timeout=WAIT)
     ((group,), (refresh,)) = ledger.read(path).groups, ledger.read(path).refreshes
@@ -126,20 +130,28 @@ def test_scored_tokens_are_not_drawn_and_not_recorded(path: Path) -> None:
 
 
 def test_the_bytes_of_a_sample(path: Path) -> None:
-    """Groups of 8 with 1,000 tokens, and weights of 300 tensors for each 64 samples."""
+    """Groups of 8 with 1,000 tokens that live through a refresh, and weights of 300 tensors for each 64 samples."""
     writer = opened(path)
-    for step in range(4):
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(300)]
+    for step in range(30):
         for i in range(8):
             group = Group(f"s{step}g{i}", np.arange(40, dtype=np.int32), Sampling(n=8, seed=2**62 + i))
             writer.accepted(AcceptedAs(f"step {step}/{i}", 1), group, step)
             for index in range(8):
                 sample = one_sample(i, 1000, group.id)
-                writer.ended(msgspec.structs.replace(sample, index=index, weight_versions=[(0, step), (500, step + 1)]))
+                spans = [(0, step), (500, step + 1)], [(500, 0, step), (500, 540, step + 1)]
+                writer.ended(msgspec.structs.replace(sample, index=index, weight_versions=spans[0], kv_versions=spans[1]))
+        manifest = [TensorInfo(name, "bfloat16", (9, 9), f"{step:032x}") for name in names]
+        result = Refreshed(
+            version=step + 1, via="shm", bytes=1, seconds=0, staged_seconds=0, paused_seconds=0, digest=f"{step:064x}"
+        )
+        writer.refreshed(AppliedRefresh(result, "keep", False, False, manifest), HashEngine())  # type: ignore[arg-type]
         writer.commit()
     writer.close()
-    each = path.stat().st_size / 256
+    each = path.stat().st_size / (30 * 64)
     print(f"{each:.1f} bytes a sample")
     assert each <= 150
+    assert [len(refresh.changed) for refresh in ledger.read(path).refreshes] == [300] * 30
 
 
 def test_prompts_and_tokens_are_secret_unless_asked_for(tmp_path: Path) -> None:
@@ -171,6 +183,18 @@ def test_rows_and_columns_are_plain(path: Path) -> None:
         columns = run.columns(table)  # type: ignore[arg-type]
         assert set(columns) == set(rows[0]) and all(len(column) == count for column in columns.values())
     assert run.rows("samples")[0]["token_ids"] and run.columns("samples")["step"] == [0] * 6
+
+
+def test_a_router_writes_one_for_all_replicas(path: Path) -> None:
+    """Digests of tensors are of what the trainer sent."""
+    with fleet_of(2) as (fleet, _), router_of(fleet, ledger=LedgerWriter(str(path), ROOM)) as router:
+        with RolloutClient(router.endpoint) as client:
+            groups = trained(client, 2)
+            receipts = [client.receipt(sample, *asked(10 * (i // 2) + i % 2)) for i, g in enumerate(groups) for sample in g]
+    run = ledger.read(path)
+    assert [run.receipt(group, group.samples[i]) for group in run.groups for i in range(3)] == receipts
+    assert [refresh.version for refresh in run.refreshes] == [1, 2] and all(refresh.sent for refresh in run.refreshes)
+    assert sorted(run.refreshes[0].changed) == ["w0", "w1", "w2", "w3"]
 
 
 # files
@@ -274,9 +298,9 @@ def test_a_full_file_is_followed_by_another_one(path: Path) -> None:
 KILLED = """
 import sys
 import numpy as np
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger.writer import LedgerWriter
-from rollout.service.recording import AcceptedAs
+from rollout.service.recording import AcceptedAs, AppliedRefresh
 from tests.support.hash_engine import HashEngine
 
 writer = LedgerWriter(sys.argv[1], 1 << 30)
@@ -349,6 +373,15 @@ def test_a_service_does_not_start_with_a_ledger_that_it_cannot_write(path: Path,
     monkeypatch.setattr("rollout.ledger.writer.os.write", fails)
     with pytest.raises(InputError, match="No space left on device"):
         opened(path)
+
+
+def test_a_service_that_never_started_leaves_no_record(path: Path) -> None:
+    data = small(path)
+    LedgerWriter(str(path), ROOM).close()
+    assert path.read_bytes() == data
+    other = path.with_name("other")
+    LedgerWriter(str(other), ROOM).close()
+    assert not ledger.read(other).services
 
 
 def test_without_a_ledger_nothing_is_written() -> None:

@@ -85,6 +85,23 @@ def test_a_status_of_a_fleet_names_the_replicas_that_do_not_serve() -> None:
     assert "1 of 2 serving, 1 death\n" in text and "local-1: dead, signal 9" in text and "local-0" not in text
 
 
+def test_a_status_of_a_fleet_names_who_is_banned() -> None:
+    ban = {"owner": "key gpu", "why": "field=token_ids first_bad=7", "groups": [{"samples": [0, 3]}, {"samples": [1]}]}
+    verified = {
+        "trusting": True,
+        "verified": 1200,
+        "lies": 1,
+        "unverifiable": 3,
+        "verify_skipped": 2,
+        "verifying": 4,
+        "bans": [ban],
+    }
+    fleet = {"fleet": {"serving": 1, "replicas": 2, "deaths": 1, **verified}, "replicas": []}
+    text = "\n".join(report({name: value for name, value in STATUS.items() if name != "kv"} | fleet))
+    assert "samples of others: 1,200 verified, 1 lie, 3 without a verdict, 2 skipped, 4 waiting" in text
+    assert "banned: key gpu, field=token_ids first_bad=7; 3 samples delivered unverified before" in text
+
+
 def test_what_peers_have_sent_is_escaped() -> None:
     service = STATUS["service"] | {"clients": [client("\x1b[31m", 1)]}
     assert "\x1b" not in "\n".join(report(STATUS | {"service": service}))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from rollout.client.replaying import Child
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group, KVPolicy, Sample, Sampling
 from rollout.transport.errors import InvalidRequest
+from tests.support import recurrent
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group
 from tests.support.wire import serving
@@ -44,7 +46,13 @@ class Lived(NamedTuple):
     prompts: list[np.ndarray]
 
 
-def lived(engine: Engine, groups: list[Group], refreshes: dict[int, tuple[int, KVPolicy]], info: Any) -> Lived:
+def lived(
+    engine: Engine,
+    groups: list[Group],
+    refreshes: dict[int, tuple[int, KVPolicy]],
+    info: Any,
+    weights: Callable[[int], Any] = weights,
+) -> Lived:
     """Run groups; refreshes: version and policy by the number of the step before which they happen."""
     digests = {engine.version: engine.weights.digest}
     samples: list[Sample] = []
@@ -103,6 +111,20 @@ def test_through_refreshes(kv: KVPolicy, client: RolloutClient) -> None:
     assert any(len(sample.weight_versions) == 4 for sample in run.samples)
     assert any(sample.kv_versions for sample in run.samples) is (kv == "keep")
     same(client.replay(run.receipts, run.prompts, weights={v: weights(v) for v in (3, 4, 9)}, timeout=WAIT), run.samples)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "qwen3_5_text"))]
+)
+def test_models_with_windows_and_with_states(name: str) -> None:
+    """A child waits with the KV of its window, and with its recurrent state."""
+    options = {**recurrent.COMMON, **recurrent.TYPES[name]} if name in recurrent.TYPES else {}
+    made = [tiny(name, seed=version, **options) for version in range(3)]
+    with serving(tiny_engine(name, model=copy.deepcopy(made[0]))) as running, RolloutClient(running.endpoint) as client:
+        refreshes: dict[int, tuple[int, KVPolicy]] = {5: (1, "keep"), 11: (2, "keep")}
+        run = lived(tiny_engine(name, model=made[0]), two(), refreshes, client.info, made.__getitem__)
+        assert {len(sample.weight_versions) for sample in run.samples} == {3}
+        same(client.replay(run.receipts, run.prompts, weights={1: made[1], 2: made[2]}, timeout=WAIT), run.samples)
 
 
 def test_a_prompt_of_older_weights(client: RolloutClient) -> None:

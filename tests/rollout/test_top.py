@@ -76,6 +76,17 @@ def test_everything_is_there() -> None:
     assert rows[0][1:7] == ["1", "grpo", "6", "45", "75%", "2"] and rows[1][1:7] == ["2", "eval", "(gone)", "1", "15", "25%"]
 
 
+def test_verification_and_bans_are_shown() -> None:
+    view = View("tcp://here")
+    fleet = {"trusting": True, "verified": 1200, "lies": 1, "unverifiable": 3, "verify_skipped": 2, "verifying": 4}
+    view.add(changed(fleet={**fleet, "bans": [{"owner": "key gpu", "why": "\x1b[31m first_bad=7"}]}), 0.0)
+    text = drawn(view)
+    assert "verified 1,200   lies 1   no verdict 3   skipped 2   wait 4" in text
+    assert "banned key gpu:" in text and "first_bad=7" in text and "\x1b" not in text
+    view.add(changed(fleet={**fleet, "trusting": False}), 1.0)
+    assert "verified" not in drawn(view)
+
+
 def test_replicas_are_shown_with_what_is_wrong_with_them() -> None:
     view = View("x")
     kv = {"device_blocks": 100, "device_used": 42}

@@ -4,9 +4,10 @@ hash engines for replicas and with links that can be cut.
     python -m tests.support.chaos_router FOLDER ADDRESS READY_FILE REPLICAS SEED [FAULT]
 
 Lines of standard input: "cut NAME" cuts the link of that replica; its end is the router's. FOLDER/doubled gets a line for each
-child that comes out of the router twice, FOLDER/unprepared one for each commit of what a replica had not prepared. FAULT, which
+child that comes out of the router twice, FOLDER/unprepared one for each commit of what a replica had not prepared,
+FOLDER/alarms one for each lie, as there is none. FAULT, which
 the accounts must show: "stale" = replica 1 takes no weights; "repeats" = repeats come and are not dropped; "unprepared" =
-commits are sent to replicas that have not prepared.
+commits are sent to replicas that have not prepared; "lies" = the samples of replica 1 have another first token.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import msgspec
 
 from rollout.config import ServiceConfig
 from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, Served
-from rollout.fleet.fleet import Fleet
+from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
+from rollout.fleet.owners import Owners
 from rollout.fleet.replica_set import Predecessor
+from rollout.fleet.verifier import Verification
 from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
@@ -39,6 +42,8 @@ from tests.support.faulty_link import Proxy
 STEP_S = 0.004
 WAIT = 120.0
 """for what comes: a bound for hangs only"""
+TRUSTED, VERIFIED = "local-0", 0.3
+"""replica that verifies this share of the children of the others, unless something is broken on purpose"""
 ALONE_S = 20.0
 """that a replica outlives its router"""
 
@@ -46,8 +51,8 @@ ALONE_S = 20.0
 class Cut(JoinListener):
     """Reaches replicas through a proxy, so that their links can be cut."""
 
-    def __init__(self, seed: int, *endpoints: JoinEndpoint) -> None:
-        super().__init__(*endpoints)
+    def __init__(self, seed: int, *endpoints: JoinEndpoint, owners: Owners) -> None:
+        super().__init__(*endpoints, owners=owners)
         self.seed = seed
         self.proxies: dict[str, Proxy] = {}
 
@@ -71,9 +76,10 @@ class Cut(JoinListener):
 class Watched(Fleet):
     """Writes down what must not be: children that come out of the router twice, commits of what was not prepared."""
 
-    def __init__(self, joins: JoinListener, launcher: Launcher, before: Served, folder: Path) -> None:
-        super().__init__(joins, launcher, predecessor=Predecessor(before, launcher.folder.returning))
-        self._folder, self._given = folder, set[tuple[str, int]]()
+    def __init__(self, joins: JoinListener, launcher: Launcher, before: Served, folder: Path, share: float) -> None:
+        predecessor, options = Predecessor(before, launcher.folder.returning), FleetOptions(verification=Verification(share))
+        super().__init__(joins, launcher, options=options, predecessor=predecessor)
+        self._folder, self._given, self._lies = folder, set[tuple[str, int]](), 0
 
     def commit(self, staging: Any, kv: KVPolicy = "keep", via: str = "memory") -> Refreshed | None:
         transaction = staging.transaction
@@ -87,7 +93,14 @@ class Watched(Fleet):
             if (sample.group_id, sample.index) in self._given:
                 self._write("doubled", f"{sample.group_id} {sample.index}")
             self._given.add((sample.group_id, sample.index))
+        if self.verifier.counts["lies"] > self._lies:
+            self._lies = self.verifier.counts["lies"]
+            self._write("alarms", self._joins.owners.banned[-1].name)
         return ended
+
+    def close(self) -> None:
+        super().close()
+        print(f"verification: {dict(self.verifier.counts)}", file=sys.stderr, flush=True)
 
     def _write(self, name: str, line: str) -> None:
         with (self._folder / name).open("a") as file:
@@ -118,14 +131,16 @@ def main() -> None:
     where = RouterFolder(folder / "replicas")
 
     def command(name: str) -> list[str]:
-        kind = "" if name != "local-1" else "stale" if fault == "stale" else "picky"
+        kind = "" if name != "local-1" else fault if fault in ("stale", "lies") else "picky"
         words = [where.endpoint, name, str(STEP_S), f"fault={kind}", f"alone={ALONE_S}"]
         return [sys.executable, "-m", "tests.support.joined", *words]
 
     journal = Journal(str(folder / "journal"), "hash")
     launcher = Launcher(command, [Host()] * int(replicas), where)
-    joins = Cut(int(seed), JoinEndpoint(ServiceEnd(where.endpoint, Limits()), launcher.admit))
-    fleet = Watched(joins, launcher, journal.weights, folder)
+    verified = fault in ("", "lies")
+    owners = Owners((TRUSTED,) if verified else ())
+    joins = Cut(int(seed), JoinEndpoint(ServiceEnd(where.endpoint, Limits()), launcher.admit), owners=owners)
+    fleet = Watched(joins, launcher, journal.weights, folder, VERIFIED if verified else 0.0)
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         fleet.open(WAIT, count=1 if where.returning else None, patient=True)

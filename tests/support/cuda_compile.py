@@ -145,8 +145,8 @@ def disassembled(cubin: bytes, nvdisasm: Path) -> str:
 
 
 def turn_instructions(assembly: str) -> int:
-    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without what runs at
-    the end of a chunk only. 0: no loop has products."""
+    """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without the
+    end of a chunk. 0: no loop has products."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in assembly.splitlines():
@@ -188,7 +188,7 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
 
     widest = max(heads.dim, heads.value_dim)
     launches = choose(heads.group, widest, heads.itemsize, KNOWN[capability])
-    launches = with_codes(launches) if heads.fp8 else launches
+    launches = with_codes(launches, widest) if heads.fp8 else launches
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,

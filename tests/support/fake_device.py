@@ -97,3 +97,8 @@ class FakeDeviceMemory(HostMemory):
     def settle(self) -> None:
         """Let the streams run to their ends."""
         self.streams.work(1 << 20)
+
+
+def eager_memory(driver: Driver | None = None) -> FakeDeviceMemory:
+    """Make the memory of an engine, whose streams run at once."""
+    return FakeDeviceMemory(driver, streams=EagerStreams(), hashes=HostHashes)

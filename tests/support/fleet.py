@@ -16,7 +16,9 @@ from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, WeightUpda
 from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import ProcessExit, Use, alike, least_used
+from rollout.fleet.owners import Owners
 from rollout.fleet.timing import Timing
+from rollout.fleet.verifier import Verification
 from rollout.service.loop import Service, ServiceTiming, open_service
 from rollout.transport import messages as m
 from rollout.transport.frames import Decoder, pack
@@ -26,6 +28,7 @@ from tests.support.waiting import until
 WAIT = 60.0
 """for what comes: a bound for hangs only"""
 TIMING = Timing(poll_s=0.02)
+NO_VERIFICATION = Verification()
 KEYS = {version: key_of(weights_of(version)) for version in range(8)}
 
 
@@ -60,6 +63,8 @@ class Threads:
         self.threads: dict[str, threading.Thread] = {}
         self.exits: list[ProcessExit] = []
         self.replaced: list[str] = []
+        self.refused: dict[str, str] = {}
+        """why the router refuses those that join"""
         self.again = True
         """whether another thread takes the place of one that has ended"""
         self._joins: dict[str, m.Join] = {}
@@ -130,7 +135,9 @@ class Threads:
 
     def send(self, peer: bytes, frames: list[Any]) -> bool:
         answer = Decoder(m.RouterMessage, Limits()).unpack(list(map(bytes, frames)))
-        assert isinstance(answer, m.Joined), answer
+        if isinstance(answer, m.Refused):
+            self.refused[peer.decode()] = answer.message
+            return True
         if answer.leave:
             self.leave(peer.decode())
         return True
@@ -149,17 +156,24 @@ class Threads:
             assert not thread.is_alive()
 
 
-def fleet_over(threads: Threads, timing: Timing = TIMING, **options: Any) -> Fleet:
+def fleet_over(threads: Threads, timing: Timing = TIMING, owners: Owners | None = None, **options: Any) -> Fleet:
     """Make a fleet whose replicas are threads."""
-    joins = JoinListener(JoinEndpoint(threads, lambda name, pid: True), timing=timing)
+    joins = JoinListener(JoinEndpoint(threads, lambda name, pid: True), owners=owners, timing=timing)
     return Fleet(joins, threads, timing=timing, **options)
 
 
 @contextmanager
-def fleet_of(count: int, grace_s: float = 60.0, timing: Timing = TIMING, **options: Any) -> Iterator[tuple[Fleet, Threads]]:
+def fleet_of(
+    count: int,
+    grace_s: float = 60.0,
+    timing: Timing = TIMING,
+    owners: Owners | None = None,
+    verification: Verification = NO_VERIFICATION,
+    **options: Any,
+) -> Iterator[tuple[Fleet, Threads]]:
     """Open a fleet of so many replicas that serve."""
     launcher = Threads(count, **options)
-    fleet = fleet_over(launcher, timing, options=FleetOptions(replica_grace_s=grace_s))
+    fleet = fleet_over(launcher, timing, owners, options=FleetOptions(replica_grace_s=grace_s, verification=verification))
     try:
         fleet.open(WAIT)
         yield fleet, launcher
@@ -168,9 +182,9 @@ def fleet_of(count: int, grace_s: float = 60.0, timing: Timing = TIMING, **optio
 
 
 @contextmanager
-def router_of(fleet: Fleet) -> Iterator[Service]:
-    """Run the service of a router, in a thread."""
-    service = open_service(fleet, ServiceConfig(endpoint="tcp://127.0.0.1:*", client_grace_s=60.0))
+def router_of(fleet: Fleet, **options: Any) -> Iterator[Service]:
+    """Run the service of a router, in a thread. options: of `open_service`."""
+    service = open_service(fleet, ServiceConfig(endpoint="tcp://127.0.0.1:*", client_grace_s=60.0), **options)
     fleet.inbox.wake = service.wake
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()

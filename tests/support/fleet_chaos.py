@@ -38,7 +38,7 @@ from tests.support.lasting import ROOT, free_port
 from tests.support.waiting import until
 
 DONE = ("kills", "stops", "cuts", "refreshes", "broken_refreshes", "router_kills", "samples")
-FOUND = ("lost", "doubled", "mixed", "unequal", "orphans")
+FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "alarms")
 """what must not be"""
 REFRESH_EVERY_S = 2.0
 ROUTER_LIVES_S = (20.0, 40.0)
@@ -364,7 +364,7 @@ class Chaos:
         return self.accounts.result()
 
     def _count_what_is_left(self, replicas: Iterable[int]) -> None:
-        for name, count in (("doubled", "doubled"), ("unprepared", "mixed")):
+        for name, count in (("doubled", "doubled"), ("unprepared", "mixed"), ("alarms", "alarms")):
             if (file := self.folder / name).exists():
                 self.accounts.add(count, len(file.read_text().splitlines()), note=f"{name}, as the router has seen")
         for pid in replicas:

@@ -2,7 +2,7 @@
 child's index and all tokens before. So a sample that came of other weights, of another child, or twice differently, is seen.
 
 `fault`: "stale" = takes a commit without taking the weights; "errors" = each sample ends as "error"; "picky" = refuses weights
-that hold MARK, as all others do not; "" = none.
+that hold MARK, as all others do not; "lies" = another first token in each finished sample; "" = none.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class Child:
     seed: int
     state: int
     tokens: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    """to be drawn again"""
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -171,13 +173,15 @@ class HashEngine:
         assert seed is not None, "a router draws the seeds"
         for index in group.wanted:
             child = Child(group, index, seed, start(group.prompt, seed, index))
-            if index in partials:
+            if group.score:
+                child.given = partials[index].token_ids.tolist()
+            elif index in partials:
                 for known in partials[index].token_ids.tolist():
                     child.tokens.append(known)
                     child.state = after(child.state, known)
                 child.spans = list(partials[index].weight_versions)
             self.children.append(child)
-            if len(child.tokens) == group.sampling.max_tokens:
+            if not group.score and len(child.tokens) == group.sampling.max_tokens:
                 self._end(child, "length")
 
     def step(self) -> list[Sample]:
@@ -188,7 +192,12 @@ class HashEngine:
             child.tokens.append(token(self.key, child.state))
             child.state = after(child.state, child.tokens[-1])
             self.made["generated_tokens"] += 1
-            if len(child.tokens) == child.group.sampling.max_tokens:
+            if child.group.redraw:  # all in one step, as a prefill
+                while child.tokens[-1] == child.given[len(child.tokens) - 1] and len(child.tokens) < len(child.given):
+                    child.tokens.append(token(self.key, child.state))
+                    child.state = after(child.state, child.tokens[-1])
+                self._end(child, "scored")
+            elif len(child.tokens) == child.group.sampling.max_tokens:
                 self._end(child, "error" if self.fault == "errors" else "length")
         self.made["steps"] += 1
         ended, self.ended = self.ended, []
@@ -225,6 +234,8 @@ class HashEngine:
 
     def _end(self, child: Child, reason: str) -> None:
         self.children = [one for one in self.children if one is not child]
+        if self.fault == "lies" and reason == "length":
+            child.tokens[0] = (child.tokens[0] + 1) % VOCAB
         self.ended.append(
             Sample(
                 group_id=child.group.id,

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engine.types import Limits
-from rollout.fleet.fleet import Fleet
+from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
+from rollout.fleet.owners import Owners
 from rollout.process import STOP_TIMEOUT_S
 from rollout.transport.keys import files
 from rollout.transport.sockets import ServiceEnd
@@ -32,14 +33,20 @@ ROOT = Path(__file__).parents[2]
 class JoinedFleet:
     """A router that listens for replicas, with keys where `folder` is given, and processes that join it."""
 
-    def __init__(self, folder: Path | None = None, endpoint: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        endpoint: str = "tcp://127.0.0.1:*",
+        owners: Owners | None = None,
+        options: FleetOptions | None = None,
+    ) -> None:
         self.folder = folder
         self.file = None if folder is None else folder / "service.json"
         if self.file is not None:
             files.create(self.file, "tcp://127.0.0.1:1")
         self.end = ServiceEnd(endpoint, Limits(), None if self.file is None else str(self.file))
-        self.joins = JoinListener(JoinEndpoint(self.end))
-        self.fleet = Fleet(self.joins)
+        self.joins = JoinListener(JoinEndpoint(self.end), owners=owners)
+        self.fleet = Fleet(self.joins, options=options)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def key(self, name: str, *roles: files.Role) -> Path:

@@ -57,6 +57,10 @@ class CudaIpcOffer(WeightOffer, frozen=True, eq=False, tag="cuda_ipc", forbid_un
     def on_device(self) -> bool:
         return True
 
+    @property
+    def stays(self) -> bool:
+        return True
+
     def open(self, expected: Expected) -> Payload:
         return CudaIpcPayload(self, expected.manifest, expected.total)
 
@@ -201,12 +205,15 @@ class CudaIpcPayload(Payload):
         copy: Callable[[Any, Any], None] | None = None,
     ) -> None:
         self._memories, spans = _checked(offer, manifest, total)
-        self._spans = [(index, first, size) for index, first, size in reversed(spans) if size]
+        self._all = [(index, first, size) for index, first, size in reversed(spans) if size]
+        self._spans = list(self._all)
         self._open_memory, self._copy = open_memory, copy or Copies()
         self._opened: dict[int, Any] = {}
 
     def read(self, memory: Any) -> int:
-        """Read as every Payload. Raises SourceUnreachable for memory that cannot be opened."""
+        """Read as every Payload; begin again after the last byte. Raises SourceUnreachable where memory cannot be opened."""
+        if not self._spans:
+            self._spans = list(self._all)
         if not self._spans or not len(memory):
             return 0
         index, first, size = self._spans.pop()
@@ -220,7 +227,7 @@ class CudaIpcPayload(Payload):
 
     def close(self) -> None:
         self._opened.clear()
-        self._spans.clear()
+        self._spans, self._all = [], []
 
 
 _decoder = msgspec.msgpack.Decoder(list[TrainerStorage])

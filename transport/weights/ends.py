@@ -93,6 +93,11 @@ class WeightOffer(msgspec.Struct, frozen=True):
         """Whether the payload is on the device of the service's model, so that `Payload.read` fills tensors there."""
         return False
 
+    @property
+    def stays(self) -> bool:
+        """Whether `Payload.read` begins again after the last byte, until the refresh is over."""
+        return False
+
     def open(self, expected: Expected) -> Payload:
         """Open the service's end. Raises as `rollout.transport.weights.open_payload`."""
         raise NotImplementedError

@@ -6,7 +6,7 @@
 #include "tiles.h"
 
 const Product *product_for(const Linear *l, const Tuning *tuning) {
-    (void)tuning;
+    if (l->int8) return product_int8(tuning);
     if (!l->is_bf16) return &product_fma;
 #if defined(__AMX_BF16__) || defined(PORTABLE)
     return &product_amx;
@@ -151,7 +151,7 @@ int64_t rollout_prepare(void) {
 
 const Field rollout_layout_products[] = {
     FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
-    FIELD(Linear, by_input), FIELD(Linear, row),
-    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, near),
+    FIELD(Linear, by_input), FIELD(Linear, int8), FIELD(Linear, row),
+    FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, bytes),
     {NULL, NULL, 0, 0},
 };

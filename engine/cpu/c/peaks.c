@@ -22,7 +22,7 @@ static double now(void) {
 static double multiply_registers(int kind) {
     volatile float seed = 1e-9f, sink;
     vf acc[CHAINS], a = all(seed);
-    UNROLL for (int i = 0; i < CHAINS; i++) acc[i] = all(0);
+    UNROLL for (int i = 0; i < CHAINS; i++) acc[i] = all(seed); /* volatile: a compiler would make one chain of equal ones */
 #if defined(__AMX_BF16__) && !defined(PORTABLE)
     if (kind == TILES) {
         tiles_begin();
@@ -108,17 +108,13 @@ void rollout_read(const Team *team, const void *data, int64_t bytes) {
 }
 
 /* Fill in what is best here. vdpbf16ps: some CPUs take two cycles for it, in which two FMA of the same bits do as much each; that is
-   measured, in about a millisecond. The others are from measurements on Zen 4 (first line) and Emerald Rapids. */
+   measured, in about a millisecond. */
 void rollout_tune(Tuning *t) {
-    static const Tuning by_maker[2] = {{.piece = 256, .few = 8, .near = 4}, {.piece = 256, .few = VL == 16 ? 16 : 8, .near = 0}};
-    int maker = 1;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    maker = !__builtin_cpu_is("amd");
+    *t = (Tuning){.piece = VL == 16 ? 256 : 128, .few = 16};
+#if VL == 16
+    t->bytes = __builtin_cpu_supports("avx512vnni") != 0;
 #endif
-    *t = by_maker[maker];
 #ifdef __AVX512BF16__
     t->dot = peak(DOT) >= 0.9 * peak(FMA);
-    if (t->dot) t->few = 8;
 #endif
 }

@@ -1,21 +1,37 @@
 /* Product kernels with one output per vector lane: `product_fma` on any CPU, `product_dot` on CPUs with vdpbf16ps.
 
-   A panel's weights are transposed piece by piece into the cache,
+   Many rows: a panel's weights are transposed piece by piece into the cache,
 
        packed [words][PANEL],  a word = one fp32, or inputs 2i and 2i + 1 of one output in bf16
 
-   and then acc[row][output] += x[row][word] · packed[word][output] for all rows: one chain of additions for each output, and no
-   sum crosses lanes. In fp32 a chain runs over all inputs, in order. In bf16 the arithmetic is that of vdpbf16ps, with or without
-   the instruction: of each pair the odd product first, then the even one, each an FMA that flushes denormal numbers to zero, and
-   chains of CHUNK inputs that are added up in order. So all CPUs get the same bits, and those of oneDNN (brg_matmul) where that
-   uses avx512_core_bf16. */
+   and then acc[row][output] += x[row][word] · packed[word][output] for all rows. Few rows: what was transposed goes straight from
+   registers into the sums of VL outputs, which stay in registers too.
+
+   There is one chain of additions for each output, and no sum crosses lanes. In fp32 a chain runs over all inputs, in order. In bf16
+   the arithmetic is that of vdpbf16ps, with or without the instruction: of each pair the odd product first, then the even one, each
+   an FMA that flushes denormal numbers to zero, and chains of CHUNK inputs that are added up in order. So all CPUs get the same
+   bits, and those of oneDNN (brg_matmul) where that uses avx512_core_bf16. */
 
 #include "products.h"
 #include "transpose.h"
 
-enum { LANES_PANEL = PANEL / 16 * VL, VECTORS = LANES_PANEL / VL, TILE = VL == 16 ? 8 : 4, STRIDE = 8 };
+enum { VECTORS = 3, TILE = VL == 16 ? 8 : 4, STRIDE = 8 }; /* a tile: TILE rows × VECTORS vectors of outputs */
+enum { STRIPE = VECTORS * VL, STRIPES = PANEL / STRIPE };  /* outputs that a tile has of a panel */
 
-/* How a tile reads: vdpbf16ps on words; words, widened in registers; or fp32 numbers, bf16 having been widened before. */
+/* Rows of x that lie side by side, number by number, as these kernels read them: [block of rows][number][row of the block]. */
+enum { SIDE = VL == 16 ? 16 : 8 };
+
+/* Number `at` of row `r` of `rows`, `numbers` each; `side`: from there to the next number. */
+typedef struct {
+    const uint32_t *x;
+    int64_t side;
+} Beside;
+INLINE Beside beside(const uint32_t *x, int64_t numbers, int64_t rows, int64_t r, int64_t at) {
+    const int64_t block = r / SIDE * SIDE, side = rows - block < SIDE ? rows - block : SIDE;
+    return (Beside){x + block * numbers + at * side + r - block, side};
+}
+
+/* How weights are read: vdpbf16ps on words; words, widened in registers; or fp32 numbers, bf16 having been widened before. */
 enum { DOT, WORDS, FLOATS };
 
 /* Inputs of a chain, as oneDNN has it. */
@@ -87,39 +103,31 @@ INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *
     put_words(t, packed, widened);
 }
 
-/* ---- tiles: acc[rows][nv vectors] += x[rows][words] · packed[words][nv vectors] ---- */
+/* sum + a · b: the two products of a pair of bf16, the odd one first, or those of fp32 numbers. */
+INLINE vf add_product(vf sum, vu a, vu b, int kind) {
+#ifdef __AVX512BF16__
+    if (kind == DOT) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+    (void)kind;
+    return fma_((vf)a, (vf)b, sum);
+}
 
-INLINE void tile(const uint32_t *x, int64_t x_row, const uint32_t *packed, int words, float *acc, int fresh, Ahead *ahead,
+/* ---- tiles: acc[rows][nv vectors] += x[rows][numbers] · packed[numbers][nv vectors]; `side`: from one number of x to the next ---- */
+
+INLINE void tile(const uint32_t *x, int64_t side, const uint32_t *packed, int numbers, float *acc, int fresh, Ahead *ahead,
                  int lines, int rows, int nv, int kind) {
     vf sum[TILE][VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < nv; v++) sum[r][v] = fresh ? all(0) : load(acc + r * PANEL + v * VL);
-    const int per = kind == WORDS ? 2 : 1; /* numbers of x for a word */
-    for (const uint32_t *end = packed + words * PANEL; packed < end;) {
+    for (const uint32_t *end = packed + numbers * PANEL; packed < end;) {
         fetch(ahead, lines);
         const uint32_t *stop = packed + STRIDE * PANEL < end ? packed + STRIDE * PANEL : end;
-        for (; packed < stop; packed += PANEL, x += per) {
+        for (; packed < stop; packed += PANEL, x += side) {
             vu b[VECTORS];
             UNROLL for (int v = 0; v < nv; v++) b[v] = load_words(packed + v * VL);
-            if (kind == WORDS) {
-                UNROLL for (int r = 0; r < rows; r++)
-                    UNROLL for (int v = 0; v < nv; v++)
-                        sum[r][v] = fma_((vf)all_words(x[r * x_row]), (vf)(b[v] & all_words(0xffff0000u)), sum[r][v]);
-                UNROLL for (int r = 0; r < rows; r++)
-                    UNROLL for (int v = 0; v < nv; v++)
-                        sum[r][v] = fma_((vf)all_words(x[r * x_row + 1]), (vf)(b[v] << 16), sum[r][v]);
-            } else {
-                UNROLL for (int r = 0; r < rows; r++) {
-                    const vu a = all_words(x[r * x_row]);
-#ifdef __AVX512BF16__
-                    if (kind == DOT) {
-                        UNROLL for (int v = 0; v < nv; v++)
-                            sum[r][v] = (vf)_mm512_dpbf16_ps((__m512)sum[r][v], (__m512bh)a, (__m512bh)b[v]);
-                        continue;
-                    }
-#endif
-                    UNROLL for (int v = 0; v < nv; v++) sum[r][v] = fma_((vf)a, (vf)b[v], sum[r][v]);
-                }
+            UNROLL for (int r = 0; r < rows; r++) {
+                const vu a = all_words(x[r]);
+                UNROLL for (int v = 0; v < nv; v++) sum[r][v] = add_product(sum[r][v], a, b[v], kind);
             }
         }
     }
@@ -129,9 +137,9 @@ INLINE void tile(const uint32_t *x, int64_t x_row, const uint32_t *packed, int w
 
 typedef void (*TileFn)(const uint32_t *, int64_t, const uint32_t *, int, float *, int, Ahead *, int);
 #define TILE_FN(kind, rows, nv)                                                                                              \
-    static void kind##_##rows##_##nv(const uint32_t *x, int64_t x_row, const uint32_t *p, int words, float *acc, int fresh, \
+    static void kind##_##rows##_##nv(const uint32_t *x, int64_t side, const uint32_t *p, int numbers, float *acc, int fresh, \
                                      Ahead *ahead, int lines) {                                                             \
-        tile(x, x_row, p, words, acc, fresh, ahead, lines, rows, nv, kind);                                                 \
+        tile(x, side, p, numbers, acc, fresh, ahead, lines, rows, nv, kind);                                                \
     }
 #define TILE_FNS(kind, rows) TILE_FN(kind, rows, 1) TILE_FN(kind, rows, 2) TILE_FN(kind, rows, 3)
 #define TILE_NAMES(kind, rows) {kind##_##rows##_1, kind##_##rows##_2, kind##_##rows##_3}
@@ -148,110 +156,183 @@ typedef void (*TileFn)(const uint32_t *, int64_t, const uint32_t *, int, float *
     static const TileFn kind##_tiles[TILE][VECTORS] = {TILE_NAMES(kind, 1), TILE_NAMES(kind, 2), TILE_NAMES(kind, 3),   \
                                                        TILE_NAMES(kind, 4)};
 #endif
-TILES(WORDS)
 TILES(FLOATS)
 #ifdef __AVX512BF16__
 TILES(DOT)
 #endif
 
-/* ---- few rows: a block goes from its transposition straight into the sums, one vector of outputs at a time ---- */
+/* ---- few rows: acc[rows][nv vectors] = x[rows][words] · the words of nv · VL outputs from `from` on, `row` bytes apart ----
 
-/* acc[rows][one vector] += x[rows][VL words] · block, a tile of rows after the other on the same registers; `soon` is fetched, a
-   line of each output between two words of the first. */
-INLINE void straight(const char *from, int64_t row, const char *soon, int64_t apart, const uint32_t *x, int64_t x_row,
-                     float *acc, int fresh, int rows, int kind) {
-    vu t[VL];
-    transpose(from, row, t);
-    UNROLL for (int first = 0; first < rows; first += TILE, x += TILE * x_row, acc += TILE * PANEL) {
-        const int some = rows - first < TILE ? rows - first : TILE;
-        vf sum[TILE];
-        UNROLL for (int r = 0; r < some; r++) sum[r] = fresh ? all(0) : load(acc + r * PANEL);
-        _Pragma("GCC unroll 16") for (int j = 0; j < VL; j++) {
-            if (!first) __builtin_prefetch(soon + j * apart, 0, 2);
-            if (kind == WORDS) {
-                const vf odd = (vf)(t[j] & all_words(0xffff0000u)), even = (vf)(t[j] << 16);
-                UNROLL for (int r = 0; r < some; r++) sum[r] = fma_((vf)all_words(x[r * x_row + 2 * j]), odd, sum[r]);
-                UNROLL for (int r = 0; r < some; r++) sum[r] = fma_((vf)all_words(x[r * x_row + 2 * j + 1]), even, sum[r]);
-            } else {
-                UNROLL for (int r = 0; r < some; r++) sum[r] = fma_((vf)all_words(x[r * x_row + j]), (vf)t[j], sum[r]);
+   `deep` words of each output at a time, in registers, meet all rows. A whole line of them is read at once where that is free, or
+   where outputs are a multiple of 4 KiB apart, whose lines drive each other out of the L1 cache. Meanwhile as many lines are fetched from `next` on, what is read
+   afterwards, in the order of memory, which the hardware's prefetcher follows; to L2, as L1 has too few misses in flight. */
+
+enum { LINE = 16 }; /* words */
+enum { WIDE = 4 }; /* up to so many rows two vectors of eight lanes take turns, as one chain of additions waits for itself */
+
+INLINE void chain(const char *from, int64_t row, int64_t words, const char *next, const uint32_t *x, float *acc, int rows, int nv,
+                  int deep, int kind) {
+    vf sum[SIDE][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < nv; v++) sum[r][v] = all(0);
+    for (const char *end = from + 4 * words; from < end; from += 4 * deep) {
+        vu t[2][LINE];
+        UNROLL for (int v = 0; v < nv; v++)
+            UNROLL for (int j = 0; j < deep; j += DEEP) transpose_deep(from + v * VL * row + 4 * j, row, t[v] + j);
+        UNROLL for (int j = 0; j < deep; j++) {
+            if (j % (LINE / VL) == 0) /* as many lines as are read */
+                UNROLL for (int v = 0; v < nv; v++, next += 64) __builtin_prefetch(next, 0, 2);
+            UNROLL for (int half = 0; half < 2; half++) {
+                if (half && kind != WORDS) break;
+                vu b[2];
+                UNROLL for (int v = 0; v < nv; v++)
+                    b[v] = kind != WORDS ? t[v][j] : half ? t[v][j] << 16 : t[v][j] & all_words(0xffff0000u);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const vu a = all_words(x[r]);
+                    UNROLL for (int v = 0; v < nv; v++) sum[r][v] = add_product(sum[r][v], a, b[v], kind);
+                }
+                x += rows;
             }
         }
-        UNROLL for (int r = 0; r < some; r++) store(acc + r * PANEL, sum[r]);
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < nv; v++) store(acc + r * PANEL + v * VL, sum[r][v]);
+}
+
+typedef void (*ChainFn)(const char *, int64_t, int64_t, const char *, const uint32_t *, float *);
+#define CHAIN(kind, rows, nv, name, deep)                                                                               \
+    static void chain_##kind##_##rows##_##name(const char *from, int64_t row, int64_t words, const char *next,            \
+                                             const uint32_t *x, float *acc) {                                           \
+        chain(from, row, words, next, x, acc, rows, nv, deep, kind);                                                    \
+    }
+#define FEW_CHAINS(kind)                                                                                                \
+    CHAIN(kind, 1, 1, one, AT_ONCE) CHAIN(kind, 2, 1, one, AT_ONCE) CHAIN(kind, 3, 1, one, AT_ONCE)                     \
+    CHAIN(kind, 4, 1, one, AT_ONCE) CHAIN(kind, 5, 1, one, AT_ONCE) CHAIN(kind, 6, 1, one, AT_ONCE)                     \
+    CHAIN(kind, 7, 1, one, AT_ONCE) CHAIN(kind, 8, 1, one, AT_ONCE)
+#define FEW_NAMES(kind)                                                                                                 \
+    chain_##kind##_1_one, chain_##kind##_2_one, chain_##kind##_3_one, chain_##kind##_4_one, chain_##kind##_5_one,       \
+        chain_##kind##_6_one, chain_##kind##_7_one, chain_##kind##_8_one
+#if VL == 16
+enum { AT_ONCE = LINE }; /* words of one vector, up to 8 rows: there are registers for a line */
+#define CHAINS(kind)                                                                                                    \
+    FEW_CHAINS(kind)                                                                                                    \
+    CHAIN(kind, 9, 1, one, DEEP) CHAIN(kind, 10, 1, one, DEEP) CHAIN(kind, 11, 1, one, DEEP)                            \
+    CHAIN(kind, 12, 1, one, DEEP) CHAIN(kind, 13, 1, one, DEEP) CHAIN(kind, 14, 1, one, DEEP)                           \
+    CHAIN(kind, 15, 1, one, DEEP) CHAIN(kind, 16, 1, one, DEEP)                                                         \
+    static const ChainFn chains_##kind[SIDE] = {                                                                        \
+        FEW_NAMES(kind), chain_##kind##_9_one, chain_##kind##_10_one, chain_##kind##_11_one, chain_##kind##_12_one,     \
+        chain_##kind##_13_one, chain_##kind##_14_one, chain_##kind##_15_one, chain_##kind##_16_one};                    \
+    static const ChainFn *const two_##kind[2] = {chains_##kind, chains_##kind}; /* not used */
+#else
+enum { AT_ONCE = DEEP };
+#define CHAINS(kind)                                                                                                    \
+    FEW_CHAINS(kind)                                                                                                    \
+    CHAIN(kind, 1, 2, two, DEEP) CHAIN(kind, 2, 2, two, DEEP) CHAIN(kind, 3, 2, two, DEEP) CHAIN(kind, 4, 2, two, DEEP) \
+    CHAIN(kind, 1, 2, far, LINE) CHAIN(kind, 2, 2, far, LINE) CHAIN(kind, 3, 2, far, LINE) CHAIN(kind, 4, 2, far, LINE) \
+    static const ChainFn chains_##kind[SIDE] = {FEW_NAMES(kind)};                                                       \
+    static const ChainFn near_##kind[WIDE] = {chain_##kind##_1_two, chain_##kind##_2_two, chain_##kind##_3_two,         \
+                                              chain_##kind##_4_two};                                                    \
+    static const ChainFn far_##kind[WIDE] = {chain_##kind##_1_far, chain_##kind##_2_far, chain_##kind##_3_far,          \
+                                             chain_##kind##_4_far};                                                     \
+    static const ChainFn *const two_##kind[2] = {near_##kind, far_##kind};
+#endif
+CHAINS(WORDS)
+CHAINS(FLOATS)
+#ifdef __AVX512BF16__
+CHAINS(DOT)
+#endif
+
+/* The chain of `rows` rows and one vector of outputs, or two, `row` bytes apart. */
+static ChainFn chain_of(int kind, int rows, int nv, int64_t row) {
+    const int far = row % 4096 == 0;
+#ifdef __AVX512BF16__
+    if (kind == DOT) return nv == 1 ? chains_DOT[rows - 1] : two_DOT[far][rows - 1];
+#endif
+    if (nv == 1) return kind == WORDS ? chains_WORDS[rows - 1] : chains_FLOATS[rows - 1];
+    return kind == WORDS ? two_WORDS[far][rows - 1] : two_FLOATS[far][rows - 1];
+}
+static const TileFn *tiles_of(int dot) {
+#ifdef __AVX512BF16__
+    if (dot) return DOT_tiles[0];
+#endif
+    return (void)dot, FLOATS_tiles[0];
+}
+
+/* sum[rows ≤ SIDE][nv vectors], from number `output` on, of all inputs; x: a block of rows; nv: 1 or 2. */
+static void multiply_vectors(const Linear *l, int64_t output, int nv, const char *next, const uint32_t *x, int rows, Scratch *s,
+                             float *sum, int dot) {
+    const int64_t words = words_of(l), row = bytes_of(l, l->row), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int widened = l->is_bf16 && !dot, per = widened ? 2 : 1, kind = dot ? DOT : l->is_bf16 ? WORDS : FLOATS;
+    const int64_t complete = l->is_bf16 ? l->inputs / 2 : l->inputs; /* words; an odd number of inputs ends with half of one */
+    const char *from = (const char *)l->w + output * row;
+    for (int64_t begin = 0; begin < words; begin += chunk) {
+        const int64_t end = begin + chunk < words ? begin + chunk : words;
+        const int64_t whole = ((end < complete ? end : complete) - begin) / LINE * LINE;
+        const int left = (int)(end - begin - whole);
+        float *acc = begin ? s->part : sum;
+        if (whole)
+            chain_of(kind, rows, nv, row)(from + 4 * begin, row, whole, next + 4 * begin * nv * VL, x + begin * per * rows, acc);
+        for (int v = 0; v < nv; v++)
+            for (int i = 0; i < left; i += VL)
+                pack_words(l, output + v * VL, begin + whole + i, s->packed + i * per * PANEL + v * VL, widened);
+        for (int r = 0; left && r < rows; r += TILE)
+            tiles_of(dot)[((rows - r < TILE ? rows - r : TILE) - 1) * VECTORS + nv - 1](
+                x + (begin + whole) * per * rows + r, rows, s->packed, left * per, acc + r * PANEL, !whole, &(Ahead){NULL, NULL}, 0);
+        for (int i = 0; begin && i < rows * nv; i++) {
+            float *to = sum + i / nv * PANEL + i % nv * VL;
+            store(to, load(to) + load(acc + (to - sum)));
+        }
     }
 }
 
-typedef void (*StraightFn)(const char *, int64_t, const char *, int64_t, const uint32_t *, int64_t, float *, int);
-#define STRAIGHT(kind, rows)                                                                                            \
-    static void straight_##kind##_##rows(const char *from, int64_t row, const char *soon, int64_t apart,                \
-                                         const uint32_t *x, int64_t x_row, float *acc, int fresh) {                     \
-        straight(from, row, soon, apart, x, x_row, acc, fresh, rows, kind);                                                    \
-    }
-#define STRAIGHTS(rows) STRAIGHT(WORDS, rows) STRAIGHT(FLOATS, rows)
-STRAIGHTS(1) STRAIGHTS(2) STRAIGHTS(3) STRAIGHTS(4)
-#if VL == 16
-STRAIGHTS(5) STRAIGHTS(6) STRAIGHTS(7) STRAIGHTS(8) STRAIGHTS(9) STRAIGHTS(10) STRAIGHTS(11) STRAIGHTS(12)
-STRAIGHTS(13) STRAIGHTS(14) STRAIGHTS(15) STRAIGHTS(16)
-enum { STRAIGHT_ROWS = 16 };
-#define STRAIGHT_NAMES(kind)                                                                                            \
-    {straight_##kind##_1, straight_##kind##_2, straight_##kind##_3, straight_##kind##_4,                                \
-     straight_##kind##_5, straight_##kind##_6, straight_##kind##_7, straight_##kind##_8,                                \
-     straight_##kind##_9, straight_##kind##_10, straight_##kind##_11, straight_##kind##_12,                             \
-     straight_##kind##_13, straight_##kind##_14, straight_##kind##_15, straight_##kind##_16}
-#else
-enum { STRAIGHT_ROWS = TILE };
-#define STRAIGHT_NAMES(kind) {straight_##kind##_1, straight_##kind##_2, straight_##kind##_3, straight_##kind##_4}
-#endif
-static const StraightFn straights[2][STRAIGHT_ROWS] = {STRAIGHT_NAMES(WORDS), STRAIGHT_NAMES(FLOATS)};
-
 /* ---- a panel ---- */
 
-/* x: words for DOT and of fp32, else numbers, two for each word, the odd one first. */
+/* Few rows of a panel. */
+static void multiply_few(const Linear *l, int64_t output, int64_t width, Ahead ahead, const uint32_t *x, int64_t rows, Scratch *s,
+                         float *sum, int dot) {
+    const int64_t row = bytes_of(l, l->row), numbers = words_of(l) * (l->is_bf16 && !dot ? 2 : 1);
+    for (int64_t v = 0, nv; v < width; v += nv * VL) {
+        nv = VL < 16 && rows <= WIDE && width - v >= 2 * VL ? 2 : 1;
+        const char *w = (const char *)l->w + (output + v) * row;
+        const char *next = v + nv * VL < width ? w + nv * VL * row : ahead.at ? ahead.at : w;
+        for (int64_t r = 0; r < rows; r += SIDE, next = w) /* only the first rows need to fetch */
+            multiply_vectors(l, output + v, (int)nv, next, x + r * numbers, (int)(rows - r < SIDE ? rows - r : SIDE), s,
+                             sum + r * PANEL + v, dot);
+    }
+}
+
+/* x: blocks of rows; words for DOT, else fp32 numbers, two for each word of bf16, the odd one first. */
 static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t *x, int64_t rows, const Tuning *t, Scratch *s,
                      float *sum, int dot) {
-    const int64_t output = panel * LANES_PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
-    const int64_t left = l->outputs - output, width = left < LANES_PANEL ? left : LANES_PANEL;
-    const int64_t row = bytes_of(l, l->row), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
-    const int64_t few = rows <= t->few && !l->by_input;
-    const int nv = (int)((width + VL - 1) / VL), kind = dot ? DOT : l->is_bf16 && few ? WORDS : FLOATS;
-    const int widened = l->is_bf16 && kind == FLOATS, per = kind == DOT || !l->is_bf16 ? 1 : 2; /* numbers of x for a word */
-    const TileFn *tiles = kind == WORDS ? WORDS_tiles[0] : FLOATS_tiles[0];
-#ifdef __AVX512BF16__
-    if (kind == DOT) tiles = DOT_tiles[0];
-#endif
-    /* a line is a vector of weights, and there is one to fetch for each that is worked on: STRIDE words of a tile take
+    const int64_t output = panel * PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
+    const int64_t left = l->outputs - output, width = left < PANEL ? left : PANEL;
+    if (rows <= (VL == 16 || l->is_bf16 ? t->few : t->few / 2) && !l->by_input && width % VL == 0) {
+        multiply_few(l, output, width, ahead, x, rows, s, sum, dot);
+        return;
+    }
+    const int64_t chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int nv = (int)((width + VL - 1) / VL), widened = l->is_bf16 && !dot, per = widened ? 2 : 1;
+    const TileFn *tiles = tiles_of(dot);
+    /* a line is a vector of weights, and there is one to fetch for each that is worked on: STRIDE numbers of a tile take
        STRIDE · VECTORS of TILE additions, a transposition VL of about four */
-    const int per_tile = (int)((STRIDE * VECTORS + tiled - 1) / tiled / (widened ? 2 : 1));
+    const int per_tile = (int)((STRIDE * VECTORS + tiled - 1) / tiled / per);
     const int per_transposition = (int)(4 * VL / (4 + TILE * tiled));
-    const int64_t most = few ? VL : widened ? t->piece / 2 : t->piece;
-    const char *w = (const char *)l->w + output * row;
     for (int64_t begin = 0; begin < words; begin += chunk) {
         const int64_t end = begin + chunk < words ? begin + chunk : words;
         float *acc = begin ? s->part : sum;
         for (int64_t at = begin, piece; at < end; at += piece) {
-            piece = end - at < most ? end - at : most;
-            const int64_t on = 4 * at + t->near * 64; /* in bytes of each output, perhaps in the panel ahead */
-            const char *soon = on < row ? w + on : ahead.at ? ahead.at + (on - row) : w;
-            if (few && kind != DOT && rows <= STRAIGHT_ROWS && piece == VL && width == nv * VL) {
-                for (int v = 0; v < nv; v++, ahead.at += t->near ? 0 : 4 * VL * VL)
-                    straights[kind == FLOATS][rows - 1](w + v * VL * row + 4 * at, row,
-                                                        t->near ? soon + v * VL * row : ahead.at, t->near ? row : 4 * VL,
-                                                        x + at * per, words * per, acc + v * VL, at == begin);
-                continue;
-            }
+            piece = end - at < t->piece / per ? end - at : t->piece / per;
             for (int v = 0; v < nv; v++)
                 for (int64_t i = 0; i < piece; i += VL) {
-                    if (few && t->near)
-                        for (int r = 0; r < VL; r++) __builtin_prefetch(soon + (v * VL + r) * row + 4 * i, 0, 2);
-                    else
-                        fetch(&ahead, few ? VL : per_transposition);
-                    pack_words(l, output + v * VL, at + i, s->packed + i * (widened ? 2 : 1) * PANEL + v * VL, widened);
+                    fetch(&ahead, per_transposition);
+                    pack_words(l, output + v * VL, at + i, s->packed + i * per * PANEL + v * VL, widened);
                 }
-            for (int64_t r = 0; r < rows; r += TILE) {
-                const int n = (int)(rows - r < TILE ? rows - r : TILE);
-                tiles[(n - 1) * VECTORS + nv - 1](x + (r * words + at) * per, words * per, s->packed,
-                                                  (int)piece * (widened ? 2 : 1), acc + r * PANEL, at == begin, &ahead,
-                                                  few ? 0 : per_tile);
-            }
+            for (int v = 0; v < nv; v += VECTORS)
+                for (int64_t r = 0; r < rows; r += TILE) {
+                    const Beside b = beside(x, words * per, rows, r, at * per);
+                    tiles[((rows - r < TILE ? rows - r : TILE) - 1) * VECTORS + (nv - v < VECTORS ? nv - v : VECTORS) - 1](
+                        b.x, b.side, s->packed + v * VL, (int)piece * per, acc + r * PANEL + v * VL, at == begin, &ahead, per_tile);
+                }
         }
         if (begin)
             for (int64_t i = 0; i < rows * PANEL; i += VL) store(sum + i, load(sum + i) + load(acc + i));
@@ -267,16 +348,17 @@ enum { DEPTH = 16 };
 
 /* acc[rows][VECTORS] += x[rows][words] · the words of a panel from `w` on, `row` bytes from input to input; what lies DEPTH words
    behind is fetched. */
-INLINE void across(const char *w, int64_t row, const char *soon, const uint32_t *x, int64_t x_row, int words, float *acc,
+INLINE void across(const char *w, int64_t row, const char *soon, const uint32_t *x, int64_t side, int words, float *acc,
                    int fresh, int rows, int kind) {
     const int inputs = kind == FLOATS ? 1 : 2, per = kind == WORDS ? 2 : 1; /* of a word; numbers of x for it */
-    const int vector = kind == FLOATS ? 4 * VL : 2 * VL, lines = (SPAN * VECTORS * vector + 63) / 64; /* of an input */
+    const int vector = kind == FLOATS ? 4 * VL : 2 * VL, spans = SPAN * STRIPES;
+    const int lines = (spans * VECTORS * vector + 63) / 64; /* of an input */
     vf sum[TILE][VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fresh ? all(0) : load(acc + r * PANEL + v * VL);
-    for (int j = 0; j < words; j++, w += inputs * row, x += per) {
-        UNROLL for (int i = 0; i < (lines * inputs + SPAN - 1) / SPAN; i++) {
-            const int line = j * lines * inputs / SPAN + i;
+    for (int j = 0; j < words; j++, w += inputs * row, x += per * side) {
+        UNROLL for (int i = 0; i < (lines * inputs + spans - 1) / spans; i++) {
+            const int line = j * lines * inputs / spans + i;
             __builtin_prefetch(soon + line / lines * row + line % lines * 64, 0, 1);
         }
         vu even[VECTORS], odd[VECTORS];
@@ -286,18 +368,9 @@ INLINE void across(const char *w, int64_t row, const char *soon, const uint32_t 
             if (kind == DOT) even[v] = even[v] >> 16 | odd[v];
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            const vu a = all_words(x[r * x_row]);
-#ifdef __AVX512BF16__
-            if (kind == DOT) {
-                UNROLL for (int v = 0; v < VECTORS; v++)
-                    sum[r][v] = (vf)_mm512_dpbf16_ps((__m512)sum[r][v], (__m512bh)a, (__m512bh)even[v]);
-                continue;
-            }
-#endif
-            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_((vf)a, (vf)odd[v], sum[r][v]);
-            if (kind == FLOATS) continue;
-            const vu b = all_words(x[r * x_row + 1]);
-            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_((vf)b, (vf)even[v], sum[r][v]);
+            const vu a = all_words(x[r]), b = all_words(kind == WORDS ? x[side + r] : 0);
+            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = add_product(sum[r][v], a, kind == DOT ? even[v] : odd[v], kind);
+            if (kind == WORDS) UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_((vf)b, (vf)even[v], sum[r][v]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -306,9 +379,9 @@ INLINE void across(const char *w, int64_t row, const char *soon, const uint32_t 
 
 typedef void (*AcrossFn)(const char *, int64_t, const char *, const uint32_t *, int64_t, int, float *, int);
 #define ACROSS(kind, rows)                                                                                                   \
-    static void across_##kind##_##rows(const char *w, int64_t row, const char *soon, const uint32_t *x, int64_t x_row,      \
+    static void across_##kind##_##rows(const char *w, int64_t row, const char *soon, const uint32_t *x, int64_t side,       \
                                        int words, float *acc, int fresh) {                                                  \
-        across(w, row, soon, x, x_row, words, acc, fresh, rows, kind);                                                            \
+        across(w, row, soon, x, side, words, acc, fresh, rows, kind);                                                       \
     }
 #if VL == 16
 #define ACROSSES(kind)                                                                                                  \
@@ -331,24 +404,27 @@ ACROSSES(DOT)
 static void multiply_across(const Linear *l, int64_t panel, int64_t count, const uint32_t *x, int64_t rows, const Tuning *t,
                             Scratch *s, int dot) {
     const int kind = dot ? DOT : l->is_bf16 ? WORDS : FLOATS, inputs = l->is_bf16 ? 2 : 1;
-    const int64_t words = words_of(l), chunk = chunk_of(l) / inputs, row = bytes_of(l, l->outputs), x_row = words * (kind == WORDS ? 2 : 1);
-    int64_t whole = l->outputs / LANES_PANEL - panel;
+    const int64_t words = words_of(l), chunk = chunk_of(l) / inputs, row = bytes_of(l, l->outputs), per = kind == WORDS ? 2 : 1;
+    int64_t whole = l->outputs / PANEL - panel;
     whole = l->inputs % inputs ? 0 : whole < count ? whole : count;
     const AcrossFn *tiles = kind == WORDS ? WORDS_across : FLOATS_across;
 #ifdef __AVX512BF16__
     if (kind == DOT) tiles = DOT_across;
 #endif
-    const char *w = (const char *)l->w + bytes_of(l, panel * LANES_PANEL);
+    const char *w = (const char *)l->w + bytes_of(l, panel * PANEL);
     for (int64_t begin = 0; begin < words; begin += chunk) {
         const int64_t end = begin + chunk < words ? begin + chunk : words;
         float *acc = begin ? s->part : s->sum[0];
         for (int64_t at = begin; at < end; at += DEPTH)
-            for (int64_t p = 0; p < whole; p++)
-                for (int64_t r = 0; r < rows; r += TILE)
+            for (int64_t p = 0; p < whole * STRIPES; p++)
+                for (int64_t r = 0; r < rows; r += TILE) {
+                    const Beside b = beside(x, words * per, rows, r, at * per);
                     tiles[(rows - r < TILE ? rows - r : TILE) - 1](
-                        w + at * inputs * row + bytes_of(l, p * LANES_PANEL), row,
-                        w + (at + DEPTH + p * DEPTH / SPAN) * inputs * row, x + r * x_row + at * (kind == WORDS ? 2 : 1), x_row,
-                        (int)(end - at < DEPTH ? end - at : DEPTH), acc + (p * FEW + r) * PANEL, at == begin);
+                        w + at * inputs * row + bytes_of(l, p * STRIPE), row,
+                        w + (at + DEPTH + p * DEPTH / (SPAN * STRIPES)) * inputs * row, b.x, b.side,
+                        (int)(end - at < DEPTH ? end - at : DEPTH), acc + (p / STRIPES * FEW + r) * PANEL + p % STRIPES * STRIPE,
+                        at == begin);
+                }
         for (int64_t p = 0; begin && p < whole; p++)
             for (int64_t i = p * FEW * PANEL; i < (p * FEW + rows) * PANEL; i += VL) store(s->sum[0] + i, load(s->sum[0] + i) + load(acc + i));
     }
@@ -356,37 +432,55 @@ static void multiply_across(const Linear *l, int64_t panel, int64_t count, const
         multiply(l, panel + p, (Ahead){NULL, NULL}, x, rows, t, s, s->sum[0] + p * FEW * PANEL, dot);
 }
 
-/* ---- x as it is read ---- */
+/* ---- x as it is read: blocks of SIDE rows, fewer in the last one ---- */
 
-enum { PACK_ROWS = 8 };
+enum { PACK_WORDS = 256 }; /* of a block that are packed at once */
 
-static int64_t widened_bytes(const Linear *l, int64_t rows) { return l->is_bf16 ? rows * words_of(l) * 8 : 0; }
+/* A single row lies as it is read already, if its inputs need not be widened. */
+static int64_t beside_bytes(const Linear *l, int64_t rows, int widened) {
+    return rows == 1 && !widened && (!l->is_bf16 || l->inputs % 2 == 0) ? 0 : rows * words_of(l) * (widened ? 8 : 4);
+}
+/* VL words, from number `word` on, of `n` ≤ VL rows from `x` on; zeros beyond the end of a row. */
+INLINE void pack_block(const Linear *l, const char *x, int64_t word, int64_t n, uint32_t *to, int64_t side, int widened) {
+    const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, words = left < 4 * VL ? (left + 3) / 4 : VL;
+    char copy[VL][4 * VL];
+    vu t[VL];
+    if (n == VL && left >= 4 * VL)
+        transpose(x + 4 * word, row, t);
+    else {
+        memset(copy, 0, sizeof copy);
+        for (int64_t r = 0; r < n; r++) memcpy(copy[r], x + r * row + 4 * word, (size_t)(left < 4 * VL ? left : 4 * VL));
+        transpose(copy[0], 4 * VL, t);
+    }
+    for (int64_t j = 0; j < words; j++, to += side * (widened ? 2 : 1)) {
+        store_some((float *)to, n, (vf)(widened ? t[j] & all_words(0xffff0000u) : t[j]));
+        if (widened) store_some((float *)to + side, n, (vf)(t[j] << 16));
+    }
+}
+INLINE void pack_beside(Worker *w, const Linear *l, const void *x, int64_t rows, uint32_t *packed, int widened) {
+    const int64_t words = words_of(l), per = widened ? 2 : 1, pieces = (words + PACK_WORDS - 1) / PACK_WORDS;
+    for (int64_t i; (i = take(w, (rows + SIDE - 1) / SIDE * pieces)) >= 0;) {
+        const int64_t block = i / pieces * SIDE, side = rows - block < SIDE ? rows - block : SIDE, from = i % pieces * PACK_WORDS;
+        const int64_t to = from + PACK_WORDS < words ? from + PACK_WORDS : words;
+        for (int64_t at = from; at < to; at += VL)
+            for (int64_t r = 0; r < side; r += VL)
+                pack_block(l, (const char *)x + bytes_of(l, (block + r) * l->inputs), at, side - r < VL ? side - r : VL,
+                           packed + (block * words + at * side) * per + r, side, widened);
+    }
+}
+
+static int64_t fma_bytes(const Linear *l, int64_t rows) { return beside_bytes(l, rows, (int)l->is_bf16); }
 
 /* fp32 numbers, of each pair the odd one first, a zero for the one that an odd number of inputs lacks. */
-static void pack_widened(Worker *w, const Linear *l, const void *x, int64_t rows, void *packed) {
-    const int64_t words = words_of(l), whole = l->inputs / 2;
-    for (int64_t i; (i = take(w, (rows + PACK_ROWS - 1) / PACK_ROWS)) >= 0;)
-        for (int64_t r = i * PACK_ROWS; r < rows && r < (i + 1) * PACK_ROWS; r++) {
-            const bf16 *from = (const bf16 *)x + r * l->inputs;
-            uint32_t *to = (uint32_t *)packed + r * words * 2;
-            for (int64_t j = 0; j < whole; j++) {
-                to[2 * j] = (uint32_t)from[2 * j + 1] << 16;
-                to[2 * j + 1] = (uint32_t)from[2 * j] << 16;
-            }
-            if (whole < words) to[2 * whole] = 0, to[2 * whole + 1] = (uint32_t)from[2 * whole] << 16;
-        }
+static void pack_fma(Worker *w, const Linear *l, const void *x, int64_t rows, void *packed) {
+    pack_beside(w, l, x, rows, packed, (int)l->is_bf16);
 }
 
 static void multiply_fma(const Linear *l, int64_t panel, Ahead ahead, const void *x, int64_t first, int64_t rows,
                          const Tuning *tuning, Scratch *s, float *sum) {
-    const int64_t words = words_of(l);
-    if (!l->is_bf16) {
-        multiply(l, panel, ahead, (const uint32_t *)x + first * words, rows, tuning, s, sum, 0);
-        return;
-    }
-    const uint64_t before = flush();
-    multiply(l, panel, ahead, (const uint32_t *)x + first * words * 2, rows, tuning, s, sum, 0);
-    unflush(before);
+    const uint64_t before = l->is_bf16 ? flush() : 0;
+    multiply(l, panel, ahead, (const uint32_t *)x + first * words_of(l) * (l->is_bf16 ? 2 : 1), rows, tuning, s, sum, 0);
+    if (l->is_bf16) unflush(before);
 }
 
 static void across_fma(const Linear *l, int64_t panel, int64_t panels, const void *x, int64_t rows, const Tuning *tuning,
@@ -396,18 +490,13 @@ static void across_fma(const Linear *l, int64_t panel, int64_t panels, const voi
     if (l->is_bf16) unflush(before);
 }
 
-const Product product_fma = {LANES_PANEL, widened_bytes, pack_widened, NULL, NULL, multiply_fma, across_fma};
+const Product product_fma = {PANEL, fma_bytes, pack_fma, NULL, NULL, multiply_fma, across_fma};
 
 #ifdef __AVX512BF16__
-static int64_t even_bytes(const Linear *l, int64_t rows) { return l->inputs % 2 ? rows * words_of(l) * 4 : 0; }
+static int64_t dot_bytes(const Linear *l, int64_t rows) { return beside_bytes(l, rows, 0); }
 
-static void pack_even(Worker *w, const Linear *l, const void *x, int64_t rows, void *packed) {
-    for (int64_t i; (i = take(w, (rows + PACK_ROWS - 1) / PACK_ROWS)) >= 0;)
-        for (int64_t r = i * PACK_ROWS; r < rows && r < (i + 1) * PACK_ROWS; r++) {
-            bf16 *to = (bf16 *)packed + r * (l->inputs + 1);
-            memcpy(to, (const bf16 *)x + r * l->inputs, 2 * (size_t)l->inputs);
-            to[l->inputs] = 0;
-        }
+static void pack_dot(Worker *w, const Linear *l, const void *x, int64_t rows, void *packed) {
+    pack_beside(w, l, x, rows, packed, 0);
 }
 
 static void multiply_dot(const Linear *l, int64_t panel, Ahead ahead, const void *x, int64_t first, int64_t rows,
@@ -424,5 +513,5 @@ static void across_dot(const Linear *l, int64_t panel, int64_t panels, const voi
     unflush(before);
 }
 
-const Product product_dot = {LANES_PANEL, even_bytes, pack_even, NULL, NULL, multiply_dot, across_dot};
+const Product product_dot = {PANEL, dot_bytes, pack_dot, NULL, NULL, multiply_dot, across_dot};
 #endif

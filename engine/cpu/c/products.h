@@ -9,6 +9,7 @@
 #include "threads.h"
 #include "vectors.h"
 
+#define HIDDEN __attribute__((visibility("hidden")))
 enum { PANEL = 48, ROWS = 256 }; /* floats between two rows of sums; rows that meet a panel at once, at most */
 enum { SPAN = 8, FEW = 16 };     /* panels of a weight [inputs][outputs] that are read side by side; with so many rows at most */
 
@@ -16,7 +17,8 @@ typedef struct {
     const void *w, *bias; /* [outputs][inputs], [outputs] or NULL */
     int64_t outputs, inputs, is_bf16;
     int64_t by_input; /* the weight lies as [inputs][outputs] */
-    int64_t row;      /* numbers from the weights of an output to those of the next one, unless by_input */
+    int64_t int8;     /* the weight is codes of eight bits, as product_int8.c has them; is_bf16 is of x and of the bias */
+    int64_t row;      /* numbers from the weights of an output to those of the next one, unless by_input or int8 */
 } Linear;
 
 INLINE int64_t bytes_of(const Linear *l, int64_t numbers) { return numbers * (l->is_bf16 ? 2 : 4); }
@@ -47,6 +49,8 @@ typedef struct {
 
 INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outputs + product->panel - 1) / product->panel; }
 
+HIDDEN Ahead codes_of_panel(const Linear *l, int64_t panel); /* of product_int8.c */
+
 /* The weights of a panel, which lie together. After the last one: the panels of the next product, if any. */
 INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const Product *product) {
     if (panel >= panels(l, product)) {
@@ -54,13 +58,14 @@ INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const 
         panel -= panels(l, product), l = then;
     }
     if (l->by_input) return (Ahead){NULL, NULL}; /* scattered */
+    if (l->int8) return codes_of_panel(l, panel);
     const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
     const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->row);
     return (Ahead){w, w + bytes_of(l, outputs * l->row)};
 }
 
-#define HIDDEN __attribute__((visibility("hidden")))
 extern HIDDEN const Product product_fma, product_dot, product_amx;
+HIDDEN const Product *product_int8(const Tuning *tuning);
 HIDDEN const Product *product_for(const Linear *l, const Tuning *tuning);
 
 /* Products of the same x, and what becomes of them:

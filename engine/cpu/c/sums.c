@@ -12,7 +12,7 @@
 #include "layout.h"
 #include "sums.h"
 
-enum { LEVELS = 3, ROWS_PACKED = 16, WAIT_MS = 20, SPINS_MET = 4000 };
+enum { LEVELS = 3, WAIT_MS = 20, SPINS_MET = 4000 };
 
 /* ---- ranks meet ---- */
 
@@ -95,8 +95,6 @@ int64_t rollout_meet(Exchange *e, int64_t size) {
 
 /* ---- products ---- */
 
-INLINE int64_t padded(int64_t rows) { return (rows + ROWS_PACKED - 1) / ROWS_PACKED * ROWS_PACKED; }
-
 /* Slice `i` of those that this rank has. */
 INLINE Linear slice_of(const Sum *p, int64_t i) {
     Linear l = p->l;
@@ -105,18 +103,30 @@ INLINE Linear slice_of(const Sum *p, int64_t i) {
     return l;
 }
 
-/* x as [slices][padded rows][inputs of a slice]: then it is packed as that many rows. */
-static void cut(Worker *w, const Sum *p, int64_t first, int64_t rows) {
+INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* x of each slice, [rows][inputs of a slice], as the kernel reads it; returns the first one. Work: a slice. */
+static const char *pack_slices(Worker *w, const Sum *p, const Product *product, int64_t first, int64_t rows, int64_t each) {
     const Linear l = slice_of(p, 0);
-    const int64_t width = bytes_of(&l, l.inputs), all = padded(rows);
-    for (int64_t r; (r = take(w, all)) >= 0;)
-        for (int64_t i = 0; i < p->slices; i++) {
-            char *to = (char *)p->packed + (i * all + r) * width;
-            if (r < rows)
-                memcpy(to, (const char *)p->x + ((first + r) * p->slices + i) * width, (size_t)width);
-            else
-                memset(to, 0, (size_t)width);
-        }
+    const int64_t width = bytes_of(&l, l.inputs), cut = aligned(rows * width);
+    const int as_it_lies = !product->packed_bytes(&l, rows);
+    char *packed = (char *)p->packed + (as_it_lies ? 0 : p->slices * cut);
+    for (int64_t i; (i = take(w, p->slices)) >= 0;) {
+        char *to = (char *)p->packed + i * (as_it_lies ? each : cut);
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(to + r * width, (const char *)p->x + ((first + r) * p->slices + i) * width, (size_t)width);
+        if (as_it_lies) continue;
+        Region own = {0};
+        Worker alone = {&own, 0, 1};
+        product->pack(&alone, &l, to, rows, packed + i * each);
+    }
+    return packed;
+}
+
+/* Bytes from one slice of x to the next, as the kernel reads it. */
+INLINE int64_t slice_bytes(const Linear *l, const Product *product, int64_t rows) {
+    const int64_t bytes = product->packed_bytes(l, rows);
+    return aligned(bytes ? bytes : rows * bytes_of(l, l->inputs));
 }
 
 /* What a thread needs beside a product's own room. */
@@ -129,8 +139,8 @@ typedef struct {
     const Sum *p;
     const Product *product;
     const Tuning *tuning;
-    const void *x;   /* as the kernel reads it */
-    int64_t all;     /* rows from one slice to the next */
+    const char *x;   /* as the kernel reads it */
+    int64_t each;    /* bytes from one slice of it to the next */
     int64_t panel, from, rows;
     Ahead ahead;
     Room *room;
@@ -143,7 +153,7 @@ static void add_up(const Branch *b, int64_t slice, int64_t n, int level) {
         const Linear l = slice_of(b->p, slice);
         const int64_t each = (b->ahead.end - b->ahead.at) / b->p->slices;
         const Ahead ahead = {b->ahead.at + slice * each, b->ahead.at + (slice + 1) * each};
-        b->product->multiply(&l, b->panel, ahead, b->x, slice * b->all + b->from, b->rows, b->tuning, &b->room->s, sum);
+        b->product->multiply(&l, b->panel, ahead, b->x + slice * b->each, b->from, b->rows, b->tuning, &b->room->s, sum);
         return;
     }
     add_up(b, slice, n / 2, level);
@@ -153,7 +163,7 @@ static void add_up(const Branch *b, int64_t slice, int64_t n, int level) {
 }
 
 /* This rank's branch of `rows` rows. Work: (panel, block of ROWS rows). */
-static void multiply_branch(Worker *w, const Sum *p, const Product *product, const void *x, int64_t rows) {
+static void multiply_branch(Worker *w, const Sum *p, const Product *product, const char *x, int64_t rows, int64_t each) {
     const Linear l = slice_of(p, 0);
     const int64_t parts = panels(&l, product), blocks = (rows + ROWS - 1) / ROWS;
     float *part = part_of(p->exchange, p->exchange->rank);
@@ -162,7 +172,7 @@ static void multiply_branch(Worker *w, const Sum *p, const Product *product, con
     for (int64_t i; (i = take(w, parts * blocks)) >= 0;) {
         const int64_t panel = i / blocks, first = i % blocks * ROWS, at = panel * product->panel;
         const int64_t width = l.outputs - at < product->panel ? l.outputs - at : product->panel;
-        Branch b = {p, product, w->region->team->tuning, x, padded(rows), panel, first, rows - first < ROWS ? rows - first : ROWS,
+        Branch b = {p, product, w->region->team->tuning, x, each, panel, first, rows - first < ROWS ? rows - first : ROWS,
                     panel_of(&p->l, panel + w->threads, NULL, product), &room};
         add_up(&b, 0, p->slices, 0);
         for (int64_t r = 0; r < b.rows; r++)
@@ -205,21 +215,15 @@ static void finish_rows(Worker *w, const Sum *p, int64_t first, int64_t rows) {
 int sum_slices(Worker *w, const Sum *p) {
     const int64_t most = p->exchange->room / p->l.outputs;
     for (int64_t first = 0; first < p->rows; first += most) {
-        const int64_t rows = p->rows - first < most ? p->rows - first : most, all = padded(rows) * p->slices;
+        const int64_t rows = p->rows - first < most ? p->rows - first : most;
         const Linear l = slice_of(p, 0);
         const Product *product = product_for(&l, w->region->team->tuning);
-        const void *x = p->packed;
+        const int64_t each = slice_bytes(&l, product, rows);
         if (take(w, 1) == 0) rollout_turn(p->exchange);
         barrier(w);
-        cut(w, p, first, rows);
+        const char *x = pack_slices(w, p, product, first, rows, each);
         barrier(w);
-        if (product->packed_bytes(&l, all)) {
-            char *packed = (char *)p->packed + (bytes_of(&l, all * l.inputs) + 63) / 64 * 64;
-            product->pack(w, &l, x, all, packed);
-            x = packed;
-            barrier(w);
-        }
-        multiply_branch(w, p, product, x, rows);
+        multiply_branch(w, p, product, x, rows, each);
         barrier(w);
         if (take(w, 1) == 0) meet(p->exchange, rows * p->l.outputs);
         barrier(w);
@@ -241,8 +245,7 @@ int64_t rollout_sum(const Team *team, const Sum *p) {
 /* The most that x takes in `packed`. */
 int64_t rollout_sum_bytes(const Team *team, int64_t rows, int64_t inputs, int64_t slices, int64_t is_bf16) {
     const Linear l = {.outputs = 1, .inputs = inputs / slices, .is_bf16 = is_bf16};
-    const int64_t all = padded(rows) * slices;
-    return bytes_of(&l, all * l.inputs) + 64 + product_for(&l, team->tuning)->packed_bytes(&l, all);
+    return slices * (aligned(rows * bytes_of(&l, l.inputs)) + slice_bytes(&l, product_for(&l, team->tuning), rows));
 }
 
 const Field rollout_layout_sums[] = {

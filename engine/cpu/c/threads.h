@@ -45,8 +45,8 @@ INLINE void wake_all(int32_t *word) {
 typedef struct {
     int64_t dot;   /* pairs of bf16 are multiplied by vdpbf16ps; else widened, by two FMA */
     int64_t piece; /* words of a panel that are transposed at once */
-    int64_t few;   /* up to so many rows there is nothing to do but to read weights */
-    int64_t near;  /* lines that are fetched ahead in each output then; 0: the panel that is read next, in order */
+    int64_t few;   /* up to so many rows the sums of an output stay in registers */
+    int64_t bytes; /* codes of eight bits are multiplied by vpdpbusd; else as pairs of int16 */
 } Tuning;
 
 typedef struct {

@@ -1,7 +1,10 @@
-/* Transposes VL rows of VL words, `row` bytes apart at any address: to[word][lane = row]. */
+/* Transposes VL rows of words, `row` bytes apart at any address: to[word][lane = row]. `transpose_deep`: DEEP words of each row;
+   `transpose`: VL words. */
 #pragma once
 
 #include "vectors.h"
+
+enum { DEEP = VL == 16 ? 8 : 4 };
 
 #if VL == 16
 /* Words of rows i and i + 8, adjacent. */
@@ -9,50 +12,51 @@ INLINE __m512i pair(const char *p, int64_t row) {
     const __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 8 * row));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
-INLINE void transpose(const char *from, int64_t row, vu *to) {
+INLINE void transpose_deep(const char *from, int64_t row, vu *to) {
     const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-    UNROLL for (int half = 0; half < 2; half++, from += 32, to += 8) {
-        __m512i a[8], b[8];
-        UNROLL for (int i = 0; i < 8; i++) a[i] = pair(from + i * row, row);
-        UNROLL for (int i = 0; i < 8; i += 2) {
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    __m512i a[8], b[8];
+    UNROLL for (int i = 0; i < 8; i++) a[i] = pair(from + i * row, row);
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) /* a[i + j] holds words j and j + 4 of rows i … i + 3 and i + 8 … i + 11 */
+        UNROLL for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
         }
-        UNROLL for (int i = 0; i < 8; i += 4) /* a[i + j] holds words j and j + 4 of rows i … i + 3 and i + 8 … i + 11 */
-            UNROLL for (int j = 0; j < 2; j++) {
-                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-            }
-        UNROLL for (int j = 0; j < 4; j++) {
-            to[j] = (vu)_mm512_permutex2var_epi64(a[j], low, a[4 + j]);
-            to[j + 4] = (vu)_mm512_permutex2var_epi64(a[j], high, a[4 + j]);
-        }
+    UNROLL for (int j = 0; j < 4; j++) {
+        to[j] = (vu)_mm512_permutex2var_epi64(a[j], low, a[4 + j]);
+        to[j + 4] = (vu)_mm512_permutex2var_epi64(a[j], high, a[4 + j]);
     }
 }
 #elif VL == 8
-INLINE void transpose(const char *from, int64_t row, vu *to) {
-    __m256i a[8], b[8];
-    UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256((const __m256i *)(from + i * row));
-    UNROLL for (int i = 0; i < 8; i += 2) {
+/* Words of rows i and i + 4 beside each other. */
+INLINE __m256i pair(const char *p, int64_t row) {
+    const __m128i low = _mm_loadu_si128((const __m128i *)p), high = _mm_loadu_si128((const __m128i *)(p + 4 * row));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+INLINE void transpose_deep(const char *from, int64_t row, vu *to) {
+    __m256i a[4], b[4];
+    UNROLL for (int i = 0; i < 4; i++) a[i] = pair(from + i * row, row);
+    UNROLL for (int i = 0; i < 4; i += 2) {
         b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
         b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
     }
-    UNROLL for (int i = 0; i < 8; i += 4) /* a[i + j]: words j and j + 4 of rows i … i + 3 */
-        UNROLL for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
-        }
-    UNROLL for (int j = 0; j < 4; j++) {
-        to[j] = (vu)_mm256_permute2x128_si256(a[j], a[4 + j], 0x20);
-        to[j + 4] = (vu)_mm256_permute2x128_si256(a[j], a[4 + j], 0x31);
+    UNROLL for (int j = 0; j < 2; j++) {
+        to[2 * j] = (vu)_mm256_unpacklo_epi64(b[j], b[j + 2]);
+        to[2 * j + 1] = (vu)_mm256_unpackhi_epi64(b[j], b[j + 2]);
     }
 }
 #else
-INLINE void transpose(const char *from, int64_t row, vu *to) {
+INLINE void transpose_deep(const char *from, int64_t row, vu *to) {
     for (int i = 0; i < VL; i++) {
-        uint32_t words[VL];
+        uint32_t words[DEEP];
         memcpy(words, from + i * row, sizeof words);
-        for (int j = 0; j < VL; j++) to[j][i] = words[j];
+        for (int j = 0; j < DEEP; j++) to[j][i] = words[j];
     }
 }
 #endif
+INLINE void transpose(const char *from, int64_t row, vu *to) {
+    UNROLL for (int i = 0; i < VL; i += DEEP) transpose_deep(from + 4 * i, row, to + i);
+}

@@ -19,7 +19,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8") /* early, or accumulators go to the stack and back */
+#define UNROLL _Pragma("GCC unroll 16") /* early, or accumulators go to the stack and back */
 typedef uint16_t bf16;
 
 typedef float vf __attribute__((vector_size(4 * VL)));

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from rollout.client.receipts import result_digest
 from rollout.client.submission import scored_group
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group as EngineGroup
@@ -29,6 +30,8 @@ MOST_NOTES = 60
 MOST_TO_JUDGE = 400
 ENDS = {"length", "stop"}
 CUT_SHORT = {"cut", "aborted", "deadline"}
+RECORDED = {*ENDS, *CUT_SHORT}
+"""how samples end that a ledger has"""
 
 
 class Group(NamedTuple):
@@ -66,6 +69,8 @@ class Account:
         self._owed: dict[tuple[str, int], Group] = {}
         self._lock = threading.Lock()
         self._rng = random.Random(seed)
+        self.arrived: dict[str, str] = {}
+        """samples that trainers have got: digest of the result, as in a receipt → name"""
         self.to_judge: queue.Queue[tuple[Group, Sample]] = queue.Queue(MOST_TO_JUDGE)
 
     # what is owed
@@ -92,6 +97,8 @@ class Account:
                 self.found("doubled", f"{group.key}: child {sample.index} came though it was not owed")
                 continue
             self.count("samples")
+            if len(sample.token_ids) and sample.finish_reason in RECORDED:
+                self.arrived[result_digest(sample)] = f"{group.key}: child {sample.index}, {sample.finish_reason}"
             if sample.finish_reason == "error" and "replicas were lost while they ran this group" in (sample.error or ""):
                 self.count("given_up")  # P22, in words
             elif sample.finish_reason not in ends:

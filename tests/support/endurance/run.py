@@ -31,7 +31,7 @@ from rich.table import Table
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig, ServiceConfig
 from rollout.transport.errors import RolloutError
-from tests.support.endurance import leaks
+from tests.support.endurance import leaks, ledgers
 from tests.support.endurance.account import Account, Judge
 from tests.support.endurance.adversary import Adversary, proxy_of
 from tests.support.endurance.http import HttpTrainer
@@ -43,6 +43,8 @@ from tests.support.endurance.trainers import KINDS, WAIT
 from tests.support.lasting import ROOT, free_port
 
 PHASE_S = 1800.0
+VERIFIED = 0.3
+"""share of the samples of the replica that is not spared"""
 STORM = 0.2
 """last part of a phase, in which the router is killed as well"""
 GARBAGE_A_SECOND = 170.0
@@ -51,7 +53,7 @@ ATTACKERS = 2
 LOOK_S = 2.0
 QUIET_S = 90.0
 """for what clients that were killed have left behind to be gone"""
-FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "crashes", "leaks", "believed")
+FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "crashes", "leaks", "believed", "unrecorded", "alarms")
 """what must not be"""
 TURN_S = 0.5
 """CPU seconds that a turn of a loop may take at most, besides its step; its wall time is shown, other programs add to it"""
@@ -72,15 +74,27 @@ class Phase:
         config = Config(
             engine=self.model.config(self.seed),
             service=ServiceConfig(
-                endpoint=f"tcp://127.0.0.1:{free_port()}", journal=str(self.folder / "journal"), client_grace_s=10.0
+                endpoint=f"tcp://127.0.0.1:{free_port()}",
+                journal=str(self.folder / "journal"),
+                client_grace_s=10.0,
+                ledger=str(self.folder / "ledger"),
             ),
-            fleet=FleetConfig(replicas=2, replica_grace_s=WAIT, listen_replicas=f"tcp://127.0.0.1:{free_port()}"),
+            fleet=FleetConfig(
+                replicas=2,
+                replica_grace_s=WAIT,
+                listen_replicas=f"tcp://127.0.0.1:{free_port()}",
+                verify=VERIFIED,
+                trust=(f"local-{number % 2}",),
+                verify_wait_s=WAIT / 4,
+            ),
         )
         self.router = Router(config, self.folder)
         self.watcher = leaks.Watcher()
         self.longest_turn_s = self.longest_turn_cpu_s = 0.0
         self.malformed = Counter[int]()
         """told by the service, by life of the router"""
+        self.verified = Counter[int]()
+        """samples, by life of the router"""
         self.growths: list[leaks.Growth] = []
 
     def run(self) -> None:
@@ -173,6 +187,9 @@ class Phase:
         if life != self.account.life:
             return
         self.router.told = {each["name"]: each["pid"] for each in status["replicas"] if each["pid"] is not None}
+        self.verified[life] = max(self.verified[life], int(status["fleet"]["verified"]))
+        for ban in status["fleet"]["bans"]:  # liars send what is impossible, which needs no verdict
+            self.account.found("alarms", f"{ban['owner']} is banned: {ban['why']}")
         self.malformed[life] = max(self.malformed[life], int(status["service"]["malformed"]))
         loops = {"router": status["loop"]}
         for replica in status["replicas"]:
@@ -224,6 +241,7 @@ class Phase:
         return now.fds - born.fds if born is not None and now is not None else 0
 
     def _closed(self) -> None:
+        ledgers.check(self.account, self.folder / "ledger")
         code = self.router.process.returncode if self.router.process is not None else None
         if code != 0:
             self.account.found("crashes", f"the router ended with exit status {code}")
@@ -237,6 +255,7 @@ class Phase:
         counts = Counter(self.account.counts)
         counts["kills"] = sum(number for name, number in counts.items() if name.startswith("kills_of_"))
         counts["malformed"] = sum(self.malformed.values())
+        counts["verified"] = sum(self.verified.values())
         for path in self.folder.glob("garbage*"):
             counts.update({f"sent_{name}": number for name, number in json.loads(path.read_text()).items()})
         counts["believed"] = counts["sent_believed"]
@@ -267,6 +286,8 @@ PROMISES = [
     ("P17", "half handshakes, bytes that are no ZMTP", "sent_half_handshakes", ("crashes",)),
     ("P17", "web pages and peers of ZMTP 1 and 2, at every port", "older", ("believed",)),
     ("P13", "replicas that lie", "liars", ("mixed", "lost")),
+    ("receipts", "ledger: every sample that came, and a whole chain", "ledger_records", ("unrecorded",)),
+    ("receipts", "samples of one replica verified by the other", "verified", ("alarms",)),
     ("P21", "questions whose answers nobody reads", "sent_deaf", ("crashes",)),
     ("P10, P25", "memory, descriptors, threads, shared memory flat", "looks", ("leaks",)),
 ]

@@ -1,0 +1,600 @@
+"""Samples of untrusted replicas are computed again on trusted ones; the first lie bans whoever sent it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollout.bench import forgeries
+from rollout.client.api import RolloutClient
+from rollout.commands.arguments import ServeArgs, parse
+from rollout.commands.serve import configured
+from rollout.commands.serve_fleet import check_verifiable, owners_of
+from rollout.config import CannotServe, FleetConfig
+from rollout.engine.engine import Engine
+from rollout.engine.scheduling import queue
+from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, manifest_digest
+from rollout.fleet import verifier as verifier_module
+from rollout.fleet.fleet import Fleet, FleetOptions
+from rollout.fleet.owners import MOST_GROUPS, Ban, Owner, Owners
+from rollout.fleet.verifier import Verification
+from rollout.service.journal import BanRow, Journal
+from tests.support.fleet import (
+    KEYS,
+    WAIT,
+    Threads,
+    check,
+    collect,
+    fleet_of,
+    fleet_over,
+    prompt,
+    refresh,
+    router_of,
+    step_until,
+)
+from tests.support.hash_engine import expected, manifest_of, weights_of
+from tests.support.tiny import tiny, tiny_engine
+
+pytestmark = pytest.mark.usefixtures("loads_quickly")
+
+REPLACE = msgspec.structs.replace
+Change = Callable[[Sample], Sample]
+ALL = Verification(1.0)
+"""every child is verified"""
+
+
+def group(i: int, **sampling: Any) -> Group:
+    return Group(f"g{i}", prompt(i), Sampling(**{"n": 4, "max_tokens": 20, "seed": i, **sampling}), label=f"mine {i}")
+
+
+def lies(threads: Threads, change: Change, name: str = "r1") -> None:
+    """Have the samples that a replica's engine has generated changed before they are sent."""
+    engine = threads.engines[name]
+    step = engine.step
+    engine.step = lambda: [one if one.finish_reason == "scored" else change(one) for one in step()]
+
+
+def judged(fleet: Fleet, found: tuple[int, int]) -> bool:
+    """Whether so many samples were verified, and so many are lies."""
+    return counts(fleet)[:2] == found
+
+
+def logprobs_of(tokens: np.ndarray) -> np.ndarray:
+    """Return the log-probs that a hash engine gives to tokens."""
+    return (-(tokens + 1) / 997).astype(np.float32)
+
+
+def other_token(at: int) -> Change:
+    """Make a change of the token at a position, and of its log-prob: one that is possible."""
+
+    def change(sample: Sample) -> Sample:
+        tokens, logprobs = sample.token_ids.copy(), sample.logprobs.copy()
+        tokens[at] = (tokens[at] + 1) % 997
+        logprobs[at] = -(tokens[at] + 1) / 997
+        return REPLACE(sample, token_ids=tokens, logprobs=logprobs)
+
+    return change
+
+
+@contextmanager
+def trusting(
+    verification: Verification = ALL, trusted: Sequence[str] = ("r0",), count: int = 2, **options: Any
+) -> Iterator[tuple[Fleet, Threads]]:
+    with fleet_of(count, owners=Owners(trusted), verification=verification, **options) as (fleet, threads):
+        yield fleet, threads
+
+
+def recorded(fleet: Fleet) -> list[Sample]:
+    """Return a list that gets every sample that ends, also during a refresh."""
+    ended, step = list[Sample](), fleet.step
+
+    def recording() -> list[Sample]:
+        samples = step()
+        ended.extend(samples)
+        return samples
+
+    fleet.step = recording  # type: ignore[method-assign]
+    return ended
+
+
+def only_verifies(fleet: Fleet, name: str) -> None:
+    """Have a trusted replica generate nothing."""
+    replicas = fleet.replicas
+    serving = replicas.serving
+    replicas.serving = lambda: [one for one in serving() if one.name != name]  # type: ignore[method-assign]
+    replicas.trusted = lambda: [one for one in serving() if one.name == name]  # type: ignore[method-assign]
+
+
+def counts(fleet: Fleet) -> tuple[int, int, int, int]:
+    """Return verified, lies, unverifiable, skipped."""
+    about = fleet.status()["fleet"]
+    return about["verified"], about["lies"], about["unverifiable"], about["verify_skipped"]
+
+
+def ran(threads: Threads, name: str) -> int:
+    return int(threads.engines[name].made["generated_tokens"])
+
+
+# a liar is found
+
+
+def test_the_first_lie_bans_and_nothing_of_it_is_returned() -> None:
+    """With all children verified. Its groups run elsewhere; the status has the evidence; it cannot join again."""
+    with trusting() as (fleet, threads):
+        lies(threads, other_token(7))
+        for i in range(8):
+            fleet.submit(group(i))
+        check(collect(fleet, 32).values())
+        (ban,) = fleet.status()["fleet"]["bans"]
+        assert ban["owner"] == "replica r1" and not ban["groups"]
+        assert "first_bad=7" in ban["why"] and "field=token_ids" in ban["why"] and "verified by r0" in ban["why"]
+        assert "group 'mine " in ban["why"] and "expected=" in ban["why"] and "got=" in ban["why"]
+        assert counts(fleet)[1] >= 1
+        threads.refused.clear()
+        threads.start("r1")
+        step_until(fleet, lambda: "r1" in threads.refused, "it is refused")
+        assert threads.refused["r1"] == f"replica r1 is banned: {ban['why']}"
+        made = ran(threads, "r1")
+        for i in range(8, 12):
+            fleet.submit(group(i))
+        check(collect(fleet, 16).values())
+        assert ran(threads, "r1") == made and fleet.status()["fleet"]["lies"] == counts(fleet)[1]
+
+
+def test_without_verification_the_lies_are_returned() -> None:
+    """The negative control."""
+    with trusting(Verification(0.0)) as (fleet, threads):
+        lies(threads, other_token(7))
+        for i in range(8):
+            fleet.submit(group(i))
+        with pytest.raises(AssertionError):
+            check(collect(fleet, 32).values())
+        assert not fleet.status()["fleet"]["bans"] and counts(fleet) == (0, 0, 0, 0)
+
+
+def test_trusted_replicas_are_not_verified() -> None:
+    with trusting(trusted=("r0", "r1")) as (fleet, _):
+        for i in range(8):
+            fleet.submit(group(i))
+        check(collect(fleet, 32).values())
+        assert counts(fleet) == (0, 0, 0, 0)
+
+
+def test_honest_replicas_raise_no_alarm() -> None:
+    """With refreshes in the middle, of which some samples live through several versions: they have no verdict."""
+    with trusting(count=3, step_s=0.001) as (fleet, threads):
+        number, ended = 0, recorded(fleet)
+        for version in range(1, 5):
+            for _ in range(12):
+                fleet.submit(group(number, n=6, max_tokens=30 + number % 50))
+                number += 1
+            refresh(fleet, version)
+        step_until(fleet, lambda: len(ended) == 6 * number, "all have ended")
+        check(ended)
+        verified, lied, unverifiable, skipped = counts(fleet)
+        assert verified > 0 < unverifiable and (lied, skipped) == (0, 0) and not fleet.status()["fleet"]["bans"]
+        assert verified + unverifiable <= 6 * number and min(ran(threads, name) for name in ("r1", "r2")) > 0
+
+
+def test_as_many_lies_go_by_as_chance_lets() -> None:
+    """A replica that lies one time in four, a fifth of whose children are verified: the ban comes after 20 samples on average.
+    By a seed, exactly so many are delivered; all but the verified ones are named."""
+    draw, lying, delivered = random.Random(8), random.Random(1), 0
+    caught = expected_at = 0
+    twin, twin_lies = random.Random(8), random.Random(1)
+    while not expected_at:
+        caught += 1
+        lie = twin_lies.random() < 0.25
+        if twin.random() < 0.2 and lie:
+            expected_at = caught
+    with trusting(Verification(0.2, draw=draw.random), count=2) as (fleet, threads):
+        lies(threads, lambda sample: other_token(3)(sample) if lying.random() < 0.25 else sample)
+        only_verifies(fleet, "r0")
+        while not fleet.status()["fleet"]["bans"]:
+            fleet.submit(group(delivered, n=1))
+            delivered += 1
+            step_until(fleet, lambda: not fleet._groups.open or fleet.status()["fleet"]["bans"])
+        (ban,) = fleet.status()["fleet"]["bans"]
+        verified = counts(fleet)[0]
+        assert delivered == expected_at and counts(fleet) == (verified, 1, 0, 0)
+        named = [each["group"] for each in ban["groups"]]
+        assert len(named) == delivered - 1 - verified and set(named) < {f"mine {i}" for i in range(delivered)}
+
+
+@pytest.mark.parametrize(("share", "lying"), [(0.05, 1.0), (0.05, 0.2), (0.5, 0.02), (1.0, 0.1)])
+def test_how_long_a_liar_lasts(share: float, lying: float) -> None:
+    """1 / (share x lying) samples on average."""
+    rng, lasted = np.random.default_rng(0), []
+    found = rng.random((2_000_000, 2))
+    at = np.flatnonzero((found[:, 0] < share) & (found[:, 1] < lying))
+    lasted = np.diff(at, prepend=-1)
+    assert abs(lasted.mean() * share * lying - 1) < 0.05
+
+
+def test_no_replica_knows_the_numbers() -> None:
+    assert isinstance(Verification().draw.__self__, random.SystemRandom)  # type: ignore[attr-defined]
+
+
+# adversaries, with a real model: each sends what a model may have generated, and nothing impossible
+
+REAL = Sampling(n=4, max_tokens=12, seed=100)
+REAL_PROMPT = np.array([5, 9, 11, 42, 7, 7, 3, 120, 60, 17, 4], np.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama")
+
+
+def run(engine: Engine, *groups: Group) -> list[Sample]:
+    """Return the samples of groups, by group and index."""
+    for each in groups:
+        engine.submit(each)
+    ended: list[Sample] = []
+    while len(ended) < sum(len(each.wanted) for each in groups):
+        ended += engine.step()
+    return sorted(ended, key=lambda one: (one.group_id, one.index))
+
+
+class Adversary:
+    """Makes samples of a kind of `forgeries`, or with a right prefix and other tokens after it ("prefix"), with engines of its
+    own. every: how many of its samples are honest between two lies."""
+
+    def __init__(self, kind: str, model: Any, every: int = 1) -> None:
+        self.kind, self.every, self.seen = kind, every, 0
+        self.engine = tiny_engine(model=tiny("llama", seed=1) if kind == "old_weights" else model)
+        self.rng = random.Random(0)
+
+    def __call__(self, sample: Sample) -> Sample:
+        self.seen += 1
+        if self.seen % self.every or not len(sample.token_ids):
+            return sample
+        sampling = REPLACE(REAL, seed=sample.seed)
+        if self.kind == "prefix":
+            had = PartialSample.of(sample).slice(0, 6)
+            known = PartialSample(index=sample.index, **had.columns())
+            other = REPLACE(sampling, seed=sample.seed + 1)
+            (made,) = run(self.engine, Group("other", REAL_PROMPT, other, (sample.index,), (known,)))
+            return REPLACE(made, group_id=sample.group_id, seed=sample.seed)
+        ways = forgeries.instead(self.kind, sampling)
+        groups = [Group(f"other{i}", REAL_PROMPT, how, (sample.index,)) for i, how in enumerate(ways)]
+        return forgeries.forged(self.kind, sample, run(self.engine, *groups), self.rng)
+
+
+@pytest.mark.parametrize("kind", [*forgeries.KINDS, "prefix"])
+def test_an_adversary_is_banned(kind: str, model: Any) -> None:
+    """And not one of its samples is delivered, if all are verified."""
+    honest = run(tiny_engine(model=model), *(Group(f"g{i}", REAL_PROMPT, REPLACE(REAL, seed=i)) for i in range(4)))
+    with trusting(make=lambda: tiny_engine(model=model)) as (fleet, threads):
+        lies(threads, Adversary(kind, model))
+        fleet.replicas.by_name["r0"].load = 10_000  # so that the other one gets groups
+        for i in range(4):
+            fleet.submit(Group(f"g{i}", REAL_PROMPT, REPLACE(REAL, seed=i)))
+        got = collect(fleet, 16)
+        (ban,) = fleet.status()["fleet"]["bans"]
+        assert counts(fleet)[1] > 0 and not ban["groups"] and "field=" in ban["why"]
+        assert ("field=token_ids" in ban["why"]) or kind in ("logprob", "old_weights", "temperature")
+        for one in honest:
+            assert not forgeries.differ(one, got[one.group_id, one.index])
+
+
+def test_without_drawing_again_the_best_of_eight_passes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: log-probs alone are right for any seed."""
+    monkeypatch.setattr(queue, "sampling_of", lambda seq, record=queue.sampling_of: (*record(seq)[:-1], False))
+    with trusting(make=lambda: tiny_engine(model=model)) as (fleet, threads):
+        lies(threads, Adversary("best_of_8", model))
+        fleet.replicas.by_name["r0"].load = 10_000
+        fleet.submit(Group("g0", REAL_PROMPT, REAL))
+        collect(fleet, 4)
+        assert counts(fleet) == (4, 0, 0, 0)
+
+
+def test_one_that_seldom_lies_is_found(model: Any) -> None:
+    """Every fifth sample is a lie. Half of its samples are verified; the others are delivered, and named."""
+    with trusting(Verification(0.5, draw=random.Random(3).random), make=lambda: tiny_engine(model=model)) as (fleet, threads):
+        only_verifies(fleet, "r0")
+        lies(threads, Adversary("token", model, every=5))
+        number = 0
+        while not fleet.status()["fleet"]["bans"]:
+            fleet.submit(REPLACE(Group(f"g{number}", REAL_PROMPT, REPLACE(REAL, seed=number, n=1)), label=f"mine {number}"))
+            number += 1
+            step_until(fleet, partial(settled, fleet), "it is judged")
+        (ban,) = fleet.status()["fleet"]["bans"]
+        verified = counts(fleet)[0]
+        assert number % 5 == 0 and counts(fleet) == (verified, 1, 0, 0) and len(ban["groups"]) == number - 1 - verified
+
+
+def settled(fleet: Fleet) -> bool:
+    return not fleet._groups.open or bool(fleet.status()["fleet"]["bans"])
+
+
+def test_honest_replicas_of_a_real_model_raise_no_alarm(model: Any) -> None:
+    """Cuts, stop tokens, aborts, continued samples, turns, streams and a refresh: 0 lies."""
+    ends = {"stop_token_ids": tuple(range(60)), "max_tokens": 30}
+    ways: list[dict[str, Any]] = [
+        {}, {"top_p": 0.8, "temperature": 0.7}, {"n": 8, "finish_after": 2, **ends}, {"min_tokens": 3, **ends},
+        {"repetition_penalty": 1.3, "raw_logprobs": True, "top_logprobs": 2}, {"stream_every": 2, "max_tokens": 24},
+    ]  # fmt: skip
+    samplings = [REPLACE(REAL, seed=i, **how) for i, how in enumerate(ways)]
+    with trusting(make=lambda: tiny_engine(model=tiny("llama")), count=2) as (fleet, _), router_of(fleet) as service:
+        only_verifies(fleet, "r0")
+        with RolloutClient(service.endpoint, connect_timeout_s=WAIT) as client:
+
+            def all_ways() -> list[list[Sample]]:
+                return list(client.generate_groups([REAL_PROMPT] * len(ways), samplings, timeout=WAIT))
+
+            first = all_ways()[0]
+            kept = REPLACE(REAL, kv_ttl_s=60.0)
+            one = client.submit(REAL_PROMPT, kept).result(WAIT)[0]
+            client.next_turn(one, REAL_PROMPT, append=[3, 4, 5], sampling=REAL).result(WAIT)
+            early = {"finish_reason": "aborted"}
+            shorter = [REPLACE(one, token_ids=one.token_ids[:5], logprobs=one.logprobs[:5], **early) for one in first]
+            client.continue_samples(shorter, REAL_PROMPT, samplings[0]).result(WAIT)
+            long = client.submit(REAL_PROMPT, REPLACE(REAL, max_tokens=400, stream_every=1))
+            started = threading.Event()
+            long.on_tokens(lambda handle, chunk: started.set())
+            assert started.wait(WAIT)
+            long.cancel([1])
+            other = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+            client.refresh(other.items(), version=4, timeout=WAIT)
+            long.cancel()
+            long.result(WAIT)
+            all_ways()
+            about = client.status()["fleet"]
+    assert about["verified"] > 60 and about["unverifiable"] > 0 and (about["lies"], about["bans"]) == (0, [])
+
+
+# whose tokens
+
+
+def test_a_child_that_was_moved_accuses_who_made_the_wrong_token() -> None:
+    """r1 streams wrong tokens and dies; r2 goes on from them in good faith. r1 is banned, and the child begins again."""
+    with trusting(count=3, step_s=0.002) as (fleet, threads):
+        threads.again = False
+        engine = threads.engines["r1"]
+        chunks = engine.chunks
+
+        def wrong(*given: Any) -> list[Any]:
+            found = chunks(*given)
+            for chunk in found:
+                if chunk.first == 0:
+                    chunk.token_ids[2] = (chunk.token_ids[2] + 1) % 997
+                    chunk.logprobs[2] = -(chunk.token_ids[2] + 1) / 997
+            return found
+
+        engine.chunks = wrong
+        only_verifies(fleet, "r0")
+        for i in range(6):
+            fleet.submit(group(i, n=2, max_tokens=120, stream_every=8))
+        step_until(fleet, lambda: any(one.has(20) for one in parts(fleet, "r1")), "it has streamed")
+        threads.die("r1")
+        ended = collect(fleet, 12)
+        check(ended.values())
+        (ban,) = fleet.status()["fleet"]["bans"]
+        assert ban["owner"] == "replica r1" and "first_bad=2" in ban["why"]
+        assert fleet.replicas.by_name["r2"].state.value == "serving"
+
+
+class Streamed(msgspec.Struct):
+    known: list[int]
+
+    def has(self, count: int) -> bool:
+        return any(tokens > count for tokens in self.known)
+
+
+def parts(fleet: Fleet, name: str) -> list[Streamed]:
+    found = fleet._groups.at[fleet.replicas.by_name[name]]
+    return [Streamed([len(child.token_ids) for child in part.handle.partial_samples()]) for part in found]
+
+
+def test_tokens_that_a_client_gave_accuse_nobody() -> None:
+    """A client continues tokens that nobody has drawn: no lie of the replica that goes on from them. A wrong token after them
+    is one."""
+    given = np.array([5, 6, 7], np.int32)
+    child = PartialSample(index=0, token_ids=given, logprobs=logprobs_of(given), weight_versions=[(0, 0)])
+    with trusting() as (fleet, _):
+        only_verifies(fleet, "r0")
+        fleet.submit(REPLACE(group(1, n=1), partials=(child,)))
+        ((_, sample),) = collect(fleet, 1).items()
+        assert sample.token_ids[:3].tolist() == [5, 6, 7] and counts(fleet) == (0, 0, 1, 0)
+    right = np.array(expected(prompt(1), REPLACE(sample, token_ids=given), KEYS), np.int32)
+    true = PartialSample(index=0, token_ids=right, logprobs=logprobs_of(right), weight_versions=[(0, 0)])
+    for at, found in ((3, (0, 1)), (None, (1, 0))):
+        with trusting() as (fleet, threads):
+            only_verifies(fleet, "r0")
+            if at is not None:
+                lies(threads, other_token(at))
+            fleet.submit(REPLACE(group(1, n=1), partials=(true,)))
+            step_until(fleet, partial(judged, fleet, found), "it is judged")
+
+
+# what waits
+
+
+def test_a_full_queue_skips_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(verifier_module, "MOST_TOKENS", 100)  # three children
+    with trusting() as (fleet, _):
+        only_verifies(fleet, "r0")
+        fleet.replicas.trusted = list  # type: ignore[method-assign]
+        fleet.submit(group(1, n=8))
+        ended = step_until(fleet, lambda: counts(fleet)[3] == 5, "five are skipped")
+        assert len(ended) == 5 and fleet.status()["fleet"]["verifying"] == 3
+        assert [one["skipped"] for one in fleet.status()["replicas"]] == [0, 5]
+        assert "96 tokens wait to be verified" in caplog.text
+        only_verifies(fleet, "r0")
+        fleet.replicas.trusted = lambda: [fleet.replicas.by_name["r0"]]  # type: ignore[method-assign]
+        check([*ended, *collect(fleet, 3).values()])
+        assert counts(fleet) == (3, 0, 0, 5)
+
+
+def test_a_sample_waits_no_longer_than_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    """No trusted replica serves: generation goes on, later."""
+    with trusting(Verification(1.0, wait_s=0.05)) as (fleet, threads):
+        threads.again = False
+        threads.die("r0")
+        step_until(fleet, lambda: fleet.replicas.by_name["r0"].state.value == "dead")
+        fleet.submit(group(1))
+        check(collect(fleet, 4).values())
+        assert counts(fleet) == (0, 0, 0, 4) and "no verdict within 0.05 s" in caplog.text
+
+
+def test_a_trusted_replica_that_dies_or_stops_is_no_verdict() -> None:
+    """What it was verifying is verified by another one."""
+    with trusting(trusted=("r0", "r2"), count=3) as (fleet, threads):
+        only_verifies(fleet, "r0")
+        threads.engines["r0"].step = lambda: []  # it never answers
+        serving = fleet.replicas.serving
+        fleet.replicas.trusted = lambda: [r for r in serving() if r.owner.trusted]  # type: ignore[method-assign]
+        threads.again = False
+        for i in range(6):
+            fleet.submit(group(i, n=2))
+        fleet.replicas.trusted = lambda: [fleet.replicas.by_name["r0"]]  # type: ignore[method-assign]
+        ended = step_until(fleet, lambda: threads.engines["r0"].children, "it is asked")
+        fleet.replicas.trusted = lambda: [fleet.replicas.by_name["r2"]]  # type: ignore[method-assign]
+        threads.die("r0")
+        check([*ended, *collect(fleet, 12 - len(ended)).values()])
+        verified, lied, unverifiable, skipped = counts(fleet)
+        assert verified > 0 and (lied, unverifiable, skipped) == (0, 0, 0)
+
+
+def test_a_child_that_is_held_may_be_aborted() -> None:
+    with trusting() as (fleet, _):
+        fleet.replicas.trusted = list  # type: ignore[method-assign]
+        only = fleet.replicas.by_name["r1"]
+        fleet.replicas.serving = lambda: [only]  # type: ignore[method-assign]
+        fleet.submit(group(1))
+        step_until(fleet, lambda: fleet.status()["fleet"]["verifying"] == 4, "they are held")
+        assert [one.index for one in fleet.abort("g1", 2)] == [2] and fleet.status()["fleet"]["verifying"] == 3
+        assert [one.index for one in fleet.abort("g1")] == [0, 1, 3]
+        assert not fleet._groups.open and fleet.status()["fleet"]["verifying"] == 0
+        check(collect(fleet, 0).values())
+
+
+def test_only_trusted_replicas_judge() -> None:
+    """A client's verification is not computed by those that it doubts."""
+    with trusting() as (fleet, threads):
+        fleet.submit(group(1))
+        samples = [one for _, one in sorted(collect(fleet, 4).items())]
+        partials = tuple(PartialSample.of(one) for one in samples)
+        lies(threads, other_token(0))
+        threads.engines["r1"].submit = None
+        fleet.submit(REPLACE(group(1), id="g2", partials=partials, score=True, redraw=True))
+        again = collect(fleet, 4)
+        assert [again["g2", i].token_ids.tolist() for i in range(4)] == [one.token_ids.tolist() for one in samples]
+        fleet.replicas.trusted = list  # type: ignore[method-assign]
+        fleet.submit(REPLACE(group(1), id="g3", partials=partials, score=True, redraw=True))
+        assert {one.error for one in collect(fleet, 4).values()} == {
+            "no trusted replica (fleet.trust) serves, and others do not verify"
+        }
+
+
+# owners
+
+
+def test_a_ban_outlives_the_router(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal"), "hash")
+    owners = Owners(("r0",), store=lambda ban: journal.banned(BanRow(*ban)))
+    owner = owners.of("gpu-1", "k" * 40, "gpu", own=False)
+    owners.ban(owner, "field=token_ids first_bad=7")
+    journal.commit(Served())
+    journal.close()
+    again = Journal(str(tmp_path / "journal"), "hash")
+    after = Owners(("gpu",), [Ban(*row) for row in again.bans()])
+    again.close()
+    banned = after.of("gpu-2", "k" * 40, "gpu", own=False)
+    assert banned.ban is not None and banned.ban.why == "field=token_ids first_bad=7" and not banned.trusted
+    assert after.of("gpu-1", "j" * 40, "other", own=False).ban is None
+
+
+def test_a_trusted_replica_says_which_weights_are_live() -> None:
+    """One that is not, and joins first with other weights, does not: it waits, and is lost then."""
+    launcher = Threads(2)
+    launcher.engines["r0"].tensors, launcher.engines["r0"].version = weights_of(3), 7
+    fleet = fleet_over(launcher, owners=Owners(("r1",)), options=FleetOptions(verification=ALL))
+    try:
+        fleet.open(WAIT, count=1, patient=True)
+        assert fleet.version == 0 and "r0" in launcher.refused and "a trusted replica" in launcher.refused["r0"]
+        step_until(fleet, lambda: "r0" in launcher.replaced, "it is lost")
+        assert fleet.replicas.by_name["r1"].state.value == "serving" and fleet.weights.digest == expected_digest()
+    finally:
+        fleet.close()
+
+
+def test_without_trust_the_first_replica_says_it() -> None:
+    """The negative control."""
+    launcher = Threads(2)
+    launcher.engines["r0"].tensors, launcher.engines["r0"].version = weights_of(3), 7
+    fleet = fleet_over(launcher)
+    try:
+        fleet.open(WAIT, count=1, patient=True)
+        assert fleet.version == 7
+    finally:
+        fleet.close()
+
+
+def expected_digest() -> str:
+    return manifest_digest(manifest_of(weights_of(0)))
+
+
+def test_whom_the_router_trusts() -> None:
+    """With keys the name of the key counts, which nobody can take; a replica's own name does not."""
+    owners = Owners(("gpu", "r0", "local"))
+    assert owners.of("any", "k1", "gpu", own=False).trusted
+    assert not owners.of("gpu", "k2", "other", own=False).trusted and not owners.of("r0", "k3", "other", own=False).trusted
+    assert owners.of("r0", "", "", own=False).trusted and owners.of("local-1", "", "", own=True).trusted
+    assert not owners.of("local", "", "", own=False).ban and not Owners(("x",)).of("local-0", "", "", own=True).trusted
+    assert owners.of("a", "k1", "gpu", own=False) is owners.of("b", "k1", "gpu", own=False), "a key has many replicas"
+
+
+def test_groups_of_an_owner_have_a_bound() -> None:
+    owner = Owner("k", "key gpu")
+    for i in range(MOST_GROUPS + 3):
+        owner.add_delivered("1", f"g{i}", 0)
+        owner.add_delivered("1", f"g{i}", 1)
+    assert len(owner.delivered) == MOST_GROUPS and owner.forgotten == 3 and owner.delivered["1", "g3"] == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("fleet", "why"),
+    [
+        ({"verify": 1.5, "trust": ("a",), "replicas": 1}, "verify=1.5: must be 0"),
+        ({"verify": 0.1, "replicas": 1}, "verify without trust"),
+        ({"trust": ("a",), "replicas": 1}, "trust without verify"),
+        ({"verify": 0.1, "trust": ("a",)}, "a router verifies"),
+        ({"verify_wait_s": 0.0}, "verify_wait_s=0.0: must be positive"),
+    ],
+)
+def test_options_that_cannot_be(fleet: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        FleetConfig(**fleet).check()
+
+
+def test_flags_and_an_arithmetic_that_cannot_be_verified() -> None:
+    args = parse(["serve", "--replicas", "2", "--fleet.verify", "0.05", "--fleet.trust", "local", "gpu"])
+    assert isinstance(args, ServeArgs)
+    fleet = configured(args).fleet
+    assert (fleet.verify, fleet.trust, fleet.verify_wait_s) == (0.05, ("local", "gpu"), 60.0)
+    check_verifiable(fleet, "fma/1")
+    check_verifiable(FleetConfig(), "torch/2/batch")
+    with pytest.raises(CannotServe, match="depend on the batch"):
+        check_verifiable(fleet, "torch/2/batch")
+
+
+def test_the_router_reads_bans_from_its_journal(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal"), "hash")
+    owners = owners_of(FleetConfig(verify=1.0, trust=("local",)), journal)
+    owners.ban(owners.of("a", "k1", "gpu", own=False), "why")
+    owners.ban(owners.of("local-0", "", "", own=True), "why")  # the next router may start it again
+    journal.commit(Served())
+    assert [owner.name for owner in owners_of(FleetConfig(), journal).banned] == ["key gpu"]
+    journal.close()
+    assert not owners_of(FleetConfig(), None).banned
