@@ -15,7 +15,7 @@ WeightName = Literal["auto", "int8"]
 
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 """default tokens of a KV block, by kind of device"""
-BOUNDS = {
+BOUNDS: dict[str, tuple[float, float]] = {
     "threads": (1, 4096),
     "drafts": (0, 64),
     "block_size": (1, 65_536),
@@ -25,10 +25,11 @@ BOUNDS = {
     "max_batch_tokens": (1, 1_048_576),
     "cpu_offload_gib": (0, 2**20),
     "foreground_s": (0, 86_400),
+    "tp_timeout_s": (0.1, 86_400),
 }
 """smallest and largest value of each number of an EngineConfig on any machine, so that an absurd number is rejected before
 memory is allocated"""
-ADVANCED_BOUNDS = {
+ADVANCED_BOUNDS: dict[str, tuple[float, float]] = {
     "lookahead_blocks": (1, 65_536),
     "min_run_tokens": (0, 1_048_576),
     "mirror_blocks_per_step": (1, 65_536),
@@ -36,7 +37,7 @@ ADVANCED_BOUNDS = {
 """the same for AdvancedConfig"""
 
 
-def _check_bounds(config: msgspec.Struct, bounds: dict[str, tuple[int, int]]) -> None:
+def _check_bounds(config: msgspec.Struct, bounds: dict[str, tuple[float, float]]) -> None:
     """Raises ValueError naming the field and its bounds."""
     for name, (least, most) in bounds.items():
         value = getattr(config, name)
@@ -158,6 +159,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep full KV blocks of finished samples while there is room, and reuse them for prompts with the same prefix. Off: reuse
     only blocks of unfinished samples"""
 
+    tp: int = 1
+    """ranks that run one replica together, each with its part of every layer: 1, 2, 4 or 8. Each is a process of this host, and
+    kv_gib, cpu_offload_gib and threads are those of one rank. On the CPU only so far (docs/decisions/tensor-parallel.md)"""
+    tree_sums: bool | None = None
+    """sum the products that tensor parallelism cuts in a tree over eight slices of their inputs, so that samples are the same,
+    to the bit, for each tp. Set it with tp = 1 to get the samples of an engine with tp > 1. Default: on if tp > 1"""
+    tp_timeout_s: float = 60.0
+    """end the replica if a rank waits so long for another one"""
     exact: bool = False
     """on CUDA, use products (of experts too) and norms whose results do not depend on the batch, so that a seeded sample does
     not either. Its cost against cuBLAS was not measured yet. The CPU path always has this property"""
@@ -175,6 +184,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """keep some decoder layers in host memory. Default: all layers stay on the device"""
     advanced: AdvancedConfig = AdvancedConfig()
     """tuning, for measurements"""
+
+    @property
+    def sums_in_tree(self) -> bool:
+        """`tree_sums`, or its default."""
+        return self.tp > 1 if self.tree_sums is None else self.tree_sums
 
     @property
     def most_seqs(self) -> int:
@@ -208,6 +222,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f"max_batch_tokens={self.most_tokens}: must be at least max_num_seqs={self.most_seqs}, "
             "so that all running sequences fit into one step",
         )
+        need(self.tp in (1, 2, 4, 8), f"tp={self.tp}: must be 1, 2, 4 or 8, so that each rank has as many of the eight slices")
+        need(
+            self.tp == 1 or self.sums_in_tree,
+            f"tree_sums=False with tp={self.tp}: the sums of ranks are a tree; leave tree_sums out",
+        )
         need(self.kv_dtype in get_args(KVName), f"kv_dtype={self.kv_dtype!r}: must be one of {', '.join(get_args(KVName))}")
         need(
             self.weight_dtype in get_args(WeightName),
@@ -220,4 +239,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Check what products in eight bits do not support."""
         asked = f"weight_dtype={self.weight_dtype!r}"
         need(self.isa != "torch", f"{asked} with isa='torch': it needs kernels; leave one of them out")
+        need(not self.sums_in_tree, f"{asked} with tree_sums or tp: sums over slices are not made in eight bits; leave one out")
         need(not self.latent_kv, f"{asked} with latent_kv: that one reads kv_b_proj as a matrix; leave one of them out")

@@ -24,11 +24,12 @@ import torch
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.exact_modules import NotServed
+from rollout.engine.cpu.exact_modules import NotServed, sum_slices, whole_sums
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
+from rollout.engine.cpu.sums import SLICES, Summed
 from rollout.engine.cuda.attention import (
     TritonAttention,
     TritonByShape,
@@ -63,6 +64,7 @@ from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingB
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.memory import DeviceMemory, HostMemory
+from rollout.engine.weights.cuts import summed_linears
 
 __all__ = [
     "Backend", "CannotAttend", "StepCapacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
@@ -182,6 +184,10 @@ class CpuDevice:
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
         plain_weights(model.module)
+        if config.tp == 1:  # ranks have marked their parts
+            whole_sums(model.module)
+            if config.sums_in_tree:
+                sum_slices(summed_linears(model.module), Summed(SLICES, None))
         if config.weight_dtype == "int8":
             self._use_int8(model)
         if model.states is not None and self.isa != "torch":
@@ -191,6 +197,8 @@ class CpuDevice:
             computes = decide(model.module, model.name, model.asked, model.forward_transformers, self.isa, whole=whole)
         except Exception as error:
             raise UnsupportedModel(f"{model.name}: a step of the model failed: {in_one_line(error)}") from error
+        if config.sums_in_tree and computes.arithmetic.startswith(torch_arithmetic()):
+            raise UnsupportedModel(f"{model.name}: tree_sums needs the kernels of the CPU: {computes.why or self.isa_reason}")
         model.run_by(computes.decoder)
         if model.states is not None and model.recurrence.kernels is None:
             computes = scanned_in_chunks(computes)
@@ -242,6 +250,8 @@ class CudaDevice:
             raise ValueError(f"weight_dtype={config.weight_dtype!r} is for the CPU: leave it out with device={config.device}")
         if config.isa != "auto":
             raise ValueError(f"isa={config.isa!r} is for the CPU: leave it out with device={config.device}")
+        if config.sums_in_tree:
+            raise ValueError(f"tp={config.tp} with device={config.device}: several ranks, and tree_sums, need the CPU so far")
         if not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if device.index is not None:

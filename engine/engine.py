@@ -13,6 +13,7 @@ import numpy as np
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.model import ModelLike
 from rollout.engine.forward.sampling import uniform
+from rollout.engine.parallel.leader import open_leader
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import Vocabulary, stops_of
@@ -60,7 +61,9 @@ class Engine:
         self.limits = limits or Limits()
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
         """loads the bytes of the model's tokens when the first group asks for stop strings"""
-        self.worker = worker = open_worker(config, model, report)
+        if config.tp > 1 and model is not None:
+            raise ValueError(f"tp={config.tp} with a model: each rank loads its part of config.model; leave the model out")
+        self.worker = worker = open_leader(config, report) if config.tp > 1 else open_worker(config, model, report)
         self.config = worker.config
         self.scheduler = Scheduler(worker.config, worker.pools)
         self.counters = self.scheduler.state.counters
@@ -130,7 +133,12 @@ class Engine:
     def has_work(self) -> bool:
         """Return whether `step` would do something."""
         scheduler = self.scheduler
-        return not self.pipeline.empty or scheduler.overdue or (scheduler.state.has_work and not self.mode.rests)
+        return (
+            not self.pipeline.empty
+            or scheduler.overdue
+            or self.worker.lost
+            or (scheduler.state.has_work and not self.mode.rests)
+        )
 
     def submit(self, group: Group, client: str = "") -> None:
         """Queue a group. client: name of the client, which shares the engine fairly with others. Raises ValueError with the
@@ -161,6 +169,7 @@ class Engine:
         """Launch one forward and read its draws; where steps overlap, those of the forward before. Returns the samples that
         ended; [] when there is nothing to do. A failure inside ends groups with finish_reason "error", never the engine."""
         pipeline = self.pipeline
+        pipeline.check()
         pipeline.add_ended(self.scheduler.expire())
         if pipeline.has_ended or self.mode.rests:
             return pipeline.rest()
@@ -260,6 +269,10 @@ class Engine:
         Raises ValueError if none of these parts is asleep, and the error of an allocation that fails: that part stays
         asleep."""
         self.worker.wake(tags)
+
+    def close(self) -> None:
+        """End the processes of other ranks, where several run this engine (`EngineConfig.tp`). May be repeated."""
+        self.worker.close()
 
     def status(self) -> dict[str, Any]:
         """Return the status report, JSON-able; see `engine.status`."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from rollout.engine.scheduling import output
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.types import Sample
+from rollout.engine.types import DeviceLost, Sample
 from rollout.engine.worker import InFlight, Worker
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,6 @@ class LaunchedStep(NamedTuple):
     began: float
     """when the host began to plan it, by `time.perf_counter`"""
     result: InFlight
-
-
-class DeviceLost(RuntimeError):
-    """The device fails every call: the process must end, so that another one takes over its groups."""
 
 
 class CopyFailed(Exception):
@@ -85,6 +81,14 @@ class Pipeline:
         if not self._ended:
             self.commit()
         return self.take_ended()
+
+    def check(self) -> None:
+        """Raise DeviceLost if the worker cannot go on."""
+        try:
+            self.worker.check()
+        except Exception as error:
+            self._check_device(error)
+            raise
 
     # ── the lines of `Engine.step` ────────────────────────────────────────────────────────────────────────────────────
     def plan(self) -> Plan:
@@ -176,8 +180,13 @@ class Pipeline:
             self.add_ended(output.launch_failed(self.scheduler.state, plan.step, self._failed(error)))
 
     def _check_device(self, error: Exception) -> None:
-        """Raise DeviceLost if the device is lost. A process that stayed would end every group with an error, and a router
-        would send it all groups, since it has the fewest."""
+        """Raise DeviceLost if the device is lost, or another rank. A process that stayed would end every group with an error,
+        and a router would send it all groups, since it has the fewest."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, DeviceLost):
+                raise cause
+            cause = cause.__cause__
         if self.worker.device.is_lost(error):
             raise DeviceLost(f"the device fails every call since {type(error).__name__}: {error}") from error
 

@@ -61,6 +61,7 @@ def status(engine: StatusSources) -> dict[str, Any]:
         "clients": dict(scheduler.state.table.of_client),
         "credit_s": {client: round(seconds, 3) for client, seconds in scheduler.state.credit.credits().items()},
         "weights": _weights(engine),
+        "ranks": worker.ranks(),
         "kv": {
             "block_size": size,
             "block_bytes": worker.kv.block_bytes,

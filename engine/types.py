@@ -54,6 +54,14 @@ class Mode(enum.Enum):
         return self in (Mode.PAUSED, Mode.ASLEEP, Mode.WITHOUT_WEIGHTS)
 
 
+class DeviceLost(RuntimeError):
+    """The device fails every call: the process must end, so that another one takes over its groups."""
+
+
+class RankLost(DeviceLost):
+    """Another rank of the replica has ended, did not come in time, or is out of step: this one must end, too."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on everything a client can make large, checked before anything is allocated. docs/limits.md has them as a
     table."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -97,6 +97,15 @@ class InFlight:
         return drawn if self.routes is None else drawn._replace(routes=self.routes())
 
 
+class WorkerParts(NamedTuple):
+    """What differs between the worker of one device and those of several ranks (`rollout.engine.parallel`)."""
+
+    make: Callable[[EngineConfig, Device, ModelKernels, PagedKV, Weights], Worker]
+    weights: Callable[[ModelLike, Device], Weights]
+    agree: Callable[[PoolSizes], PoolSizes]
+    """takes the sizes that this device has room for; returns those of all"""
+
+
 class Worker:
     """Executes plans on one device. Writes KV pages, graphs and, through `Weights`, parameters. Independent of the
     scheduler."""
@@ -117,6 +126,21 @@ class Worker:
     def routing(self) -> Routing | None:
         """Return the shape of the routes that are kept; None: none are."""
         return None if self.kv.routes is None else Routing(*self.kv.routes.geometry)
+
+    def check(self) -> None:
+        """Raise RankLost if another rank of the replica has ended."""
+
+    @property
+    def lost(self) -> bool:
+        """Return whether `check` raises."""
+        return False
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Describe the ranks of the replica, for the status; [] for one device."""
+        return []
+
+    def close(self) -> None:
+        """End the other ranks of the replica."""
 
     @property
     def pools(self) -> PoolCounts:
@@ -254,7 +278,17 @@ class Worker:
             self.device.sample(logits, batch.sampling).read()
 
 
-def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Report = no_report) -> Worker:
+def weights_of(model: ModelLike, device: Device) -> Weights:
+    """Make the weights of a model on one device."""
+    return Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
+
+
+ONE_DEVICE = WorkerParts(Worker, weights_of, lambda sizes: sizes)
+
+
+def open_worker(
+    config: EngineConfig, model: ModelLike | None = None, report: Report = no_report, parts: WorkerParts = ONE_DEVICE
+) -> Worker:
     """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, allocate the
     KV pools, in this order. `Worker.config` has the defaults that depend on the device. report: takes the name of each phase
     when it begins. Raises ValueError for a configuration that cannot work."""
@@ -279,9 +313,9 @@ def open_worker(config: EngineConfig, model: ModelLike | None = None, report: Re
         config = without_drafts(config, drafts)
     kernels, routes = with_routes(config, kernels)
     report("allocating the KV pools")
-    weights = Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
-    kv = take_kv(config, device, model, routes)
-    worker = Worker(fitted(config, kv), device, kernels, kv, weights)
+    weights = parts.weights(model, device)
+    kv = take_kv(config, device, model, routes, parts.agree)
+    worker = parts.make(fitted(config, kv), device, kernels, kv, weights)
     if routes is not None and isinstance(model, Model):
         most = max(16, StepCapacity.of(config, model).tokens)
         worker.recorder = RouteRecorder(model.module, routes, most, device.memory)
@@ -321,19 +355,26 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     if int8 and not isinstance(model, Model):
         raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    kernels = ModelKernels(model, backend, path, arithmetic(path, backend, kept.fp8, config.latent_kv, int8))
+    name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, tree=config.sums_in_tree)
+    kernels = ModelKernels(model, backend, path, name)
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
         check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
     return kernels
 
 
-def take_kv(config: EngineConfig, device: Device, model: ModelLike, routes: RouteGeometry | None = None) -> PagedKV:
-    """Allocate both KV pools, and those of routes. Raises ValueError if there is not enough memory for them, or for
-    their block tables in host memory."""
+def take_kv(
+    config: EngineConfig,
+    device: Device,
+    model: ModelLike,
+    routes: RouteGeometry | None = None,
+    agree: Callable[[PoolSizes], PoolSizes] = ONE_DEVICE.agree,
+) -> PagedKV:
+    """Allocate both KV pools, and those of routes. agree: as in `WorkerParts`. Raises ValueError if there is not enough memory
+    for them, or for their block tables in host memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
     block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_size
-    sizes, geometry, states = pool_sizes(config, block_bytes, memory), states_of(model), None
+    sizes, geometry, states = agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
     if geometry is not None:
         slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes, memory)
         states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))

@@ -26,9 +26,11 @@ from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.cpu.layer_steps import STRUCTS, ForwardStruct, NotNative, Steps, StepStruct, head_steps, layer_steps, need
 from rollout.engine.cpu.recurrence import ROW_ERRORS, RowsStruct, rows_struct
+from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.attention import AttentionCall, Backend, Scores, located, plain_scores
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.shards import parts_of_head
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.kv.states import StateRows
 
@@ -41,7 +43,7 @@ class NativeDecoder:
     """A decoder in C. asked: attention arguments of each layer with attention (scaling and window). Raises NotNative."""
 
     def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Kernels) -> None:
-        self.kernels, self.module = kernels, module
+        self.kernels, self.module, self.sums = kernels, module, SumKernels(kernels)
         check_layout(kernels.library, "rollout_layout_layers", **STRUCTS)
         kernels.library.rollout_forward.restype = c_int64
         dtypes = {parameter.dtype for parameter in module.parameters()}
@@ -107,6 +109,8 @@ class NativeDecoder:
         x = tensors["x"]
         buffers = (c_void_p * len(steps.widths))(*(tensors[name].data_ptr() for name in steps.widths))
         packed = self.kernels.packed(len(x), steps.inputs, x.dtype, steps.int8)
+        for inputs, slices in steps.summed:
+            packed = max(packed, self.sums.packed(len(x), inputs, slices, x.dtype), key=len)
         work = ForwardStruct(
             ctypes.addressof(array), len(array), len(x), x.dtype == torch.bfloat16, ctypes.addressof(buffers),
             packed.data_ptr(),
@@ -117,11 +121,13 @@ class NativeDecoder:
         return work
 
     def _run(self, steps: Steps, array: Any, tensors: dict[str, torch.Tensor], states: _States | None) -> None:
-        self._call(self._work(steps, array, tensors, states))
+        self._call(steps, self._work(steps, array, tensors, states))
 
-    def _call(self, work: ForwardStruct) -> None:
+    def _call(self, steps: Steps, work: ForwardStruct) -> None:
         if error := self.kernels.library.rollout_forward(ctypes.byref(self.kernels.team()), ctypes.byref(work)):
             raise ValueError(ROW_ERRORS[error])
+        if steps.exchange is not None:
+            steps.exchange.check()
 
     def _run_between(
         self,
@@ -139,7 +145,7 @@ class NativeDecoder:
                 work = self._work(self.layers, part, tensors, states)
                 if calls is not None:
                     work.attend, work.calls, work.call_bytes = calls.function, ctypes.addressof(calls.calls), calls.size
-                self._call(work)
+                self._call(self.layers, work)
             call()
             begin = then
 
@@ -147,7 +153,9 @@ class NativeDecoder:
         tensors = self._tensors(self.head, x)
         if len(x):
             self._run(self.head, self.head.array, tensors, None)
-        return tensors["logits"].view(len(x), self.head.widths["logits"])
+        logits = tensors["logits"].view(len(x), self.head.widths["logits"])
+        parts = parts_of_head(self.module.get_output_embeddings())
+        return logits if parts is None else parts.joined(logits)
 
 
 def _add_module(module: Any, tensors: dict[str, torch.Tensor], tokens: int) -> None:

@@ -16,7 +16,7 @@ not depend on which rows share its experts. Routers, and the experts of DBRX, mu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,6 +32,7 @@ from rollout.engine.cpu.experts import ExpertKernels, as_routes, sort_routes
 from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
 from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
+from rollout.engine.cpu.sums import Summed
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
 from rollout.engine.forward.routes import is_experts, norms_after
 
@@ -56,7 +57,8 @@ class ExactLinear(nn.Linear):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @plain_calls
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device."""
+        """[…, inputs] → […, outputs]. Raises ValueError under autocast, and for inputs of another dtype or device; RankLost if
+        it is summed over ranks."""
         if torch.is_autocast_enabled(input.device.type):
             raise ValueError("autocast would convert the weights to another dtype: call the exact model without it")
         if input.dtype != self.weight.dtype or input.device.type != "cpu":
@@ -64,30 +66,58 @@ class ExactLinear(nn.Linear):
                 f"an input in {input.dtype} on {input.device} for a weight in {self.weight.dtype}: must have "
                 "the weight's dtype, on the CPU"
             )
-        return linear(input, self.weight, self.bias, products_of(self.isa))
+        return linear(input, self.weight, self.bias, products_of(self.isa), summed_of(self))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, isa={self.isa}"
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+def summed_of(linear: nn.Module) -> Summed | None:
+    """Return how an nn.Linear is summed over slices; None: it is not."""
+    return getattr(linear, "summed", None)
+
+
+def sum_slices(linears: Iterable[nn.Linear], summed: Summed) -> None:
+    """Mark products that are summed over slices, for `use_products` and the decoder that follow."""
+    each: Any
+    for each in linears:
+        each.summed = summed
+
+
+def whole_sums(module: nn.Module) -> None:
+    """Undo `sum_slices`."""
+    for each in module.modules():
+        if summed_of(each) is not None:
+            del each.summed
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products, summed: Summed | None = None
+) -> torch.Tensor:
     """Return […, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → […, outputs], with a gradient if gradients are on."""
     if not torch.is_grad_enabled():
-        return _product(x, weight, bias, products)
-    out: torch.Tensor = _Product.apply(x, weight, bias, products)  # type: ignore[no-untyped-call]
+        return _product(x, weight, bias, products, summed)
+    out: torch.Tensor = _Product.apply(x, weight, bias, products, summed)  # type: ignore[no-untyped-call]
     return out
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
-    out = products.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products, summed: Summed | None
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if summed is None:
+        out = products.linear(rows, weight, bias)
+    else:
+        assert products.sums is not None, "use_products refuses"
+        out = products.sums.linear(rows, weight, bias, summed)
     return out.view(*x.shape[:-1], len(weight))
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        return _product(x, weight, bias, products)
+        return _product(x, weight, *others)
 
     @staticmethod
     @once_differentiable
@@ -96,7 +126,7 @@ class _Product(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         of_x = product(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         of_weight = product(rows.T, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class ExactSiLU(nn.Module):
@@ -263,9 +293,11 @@ def use_products(module: nn.Module, isa: str, skipped: Collection[nn.Module] = (
 
     Raises NotServed for weights on another device or of another dtype, for subclasses of nn.Linear (quantised ones), and for
     other matrices than those of embeddings, experts and routers; NativeUnavailable. The module is unchanged then."""
-    products_of(isa)
+    products = products_of(isa)
     named = [(name, each) for name, each in module.named_modules() if each not in skipped and type(each) is not Int8Linear]
     linears = [_served(name, each) for name, each in named if isinstance(each, nn.Linear)]
+    if products.sums is None and (summed := [name for name, each in named if summed_of(each) is not None]):
+        raise NotServed(f"{summed[0]} is summed in a tree over slices, and isa={isa} has no kernels for it")
     others: list[tuple[Any, Any]] = []
     for name, each in named:
         if isinstance(each, (nn.Linear, nn.Embedding)) or is_depthwise(each):

@@ -106,7 +106,7 @@ class ExpertKernels:
         packed = self.kernels.packed(rows + PADDING * groups, (inputs,), x.dtype)
         room = np.empty((2, groups + 1), np.int64)
         work = _Grouped(
-            Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, inputs, is_bf16, by_input),
+            Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, inputs, is_bf16, by_input, 0, inputs),
             gated, groups, k if gather else 0, *(each.ctypes.data for each in routes[:3]), room[0].ctypes.data,
             room[1].ctypes.data, x.data_ptr(), gathered.data_ptr(), packed.data_ptr(), out.data_ptr(),
         )  # fmt: skip

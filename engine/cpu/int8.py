@@ -96,7 +96,7 @@ class Int8Kernels:
 def int8_struct(weight: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Describe codes, and a bias, which must outlive the struct."""
     of_bias = None if bias is None else bias.data_ptr()
-    return Linear(codes.data_ptr(), of_bias, *weight.shape, weight.dtype == torch.bfloat16, 0, 1)
+    return Linear(codes.data_ptr(), of_bias, *weight.shape, weight.dtype == torch.bfloat16, 0, 1, weight.shape[1])
 
 
 @cache

@@ -52,13 +52,14 @@ class Linear(ctypes.Structure):
 
     _fields_ = [
         ("w", c_void_p), ("bias", c_void_p),
-        *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input", "int8")),
+        *((name, c_int64) for name in ("outputs", "inputs", "is_bf16", "by_input", "int8", "row")),
     ]  # fmt: skip
 
 
 def linear_struct(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Describe contiguous tensors, which must outlive the struct."""
-    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape, weight.dtype == torch.bfloat16)
+    addresses = weight.data_ptr(), None if bias is None else bias.data_ptr()
+    return Linear(*addresses, *weight.shape, weight.dtype == torch.bfloat16, False, 0, weight.shape[1])
 
 
 def _room_for(work: _Draw, top: np.ndarray) -> TopLogprobs:

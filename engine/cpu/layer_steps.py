@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.engine.cpu.exact_modules import SILU, ExactLinear, ExactSiLU, is_depthwise
+from rollout.engine.cpu.exact_modules import SILU, ExactLinear, ExactSiLU, is_depthwise, summed_of
 from rollout.engine.cpu.int8 import Int8Linear, int8_struct
 from rollout.engine.cpu.kernels import Linear, linear_struct
 from rollout.engine.cpu.recurrence import EPS, MOST, MOST_TAPS, RowsStruct
+from rollout.engine.cpu.sums import ROWS, Exchange, Summed
 
 NONE = -1
-NORM, MULTIPLY, HEADS, ATTEND, GATE, CONVOLVE, DECAY, DELTA, GATED_NORM = range(9)
+NORM, MULTIPLY, HEADS, ATTEND, GATE, CONVOLVE, DECAY, DELTA, GATED_NORM, SUM = range(10)
 """kinds of steps, as in c/layers.c"""
 BY_SILU, BY_GELU = 1, 2
 MOST_PRODUCTS = 4
@@ -85,6 +86,10 @@ class NormStep(ctypes.Structure):
 
 class MultiplyStep(ctypes.Structure):
     _fields_ = [("l", Linear * MOST_PRODUCTS), *_integers("count gated source residual"), ("to", c_int64 * MOST_PRODUCTS)]
+
+
+class SumStep(ctypes.Structure):
+    _fields_ = [("l", Linear), *_integers("slices source residual to"), ("exchange", c_void_p)]
 
 
 class HeadsOf(ctypes.Structure):
@@ -140,7 +145,8 @@ class ForwardStruct(ctypes.Structure):
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "Norm": NormStruct, "NormStep": NormStep, "MultiplyStep": MultiplyStep, "HeadsOf": HeadsOf, "HeadsStep": HeadsStep,
+    "Norm": NormStruct, "NormStep": NormStep, "MultiplyStep": MultiplyStep, "SumStep": SumStep, "HeadsOf": HeadsOf,
+    "HeadsStep": HeadsStep,
     "AttendStep": AttendStep, "GateStep": GateStep, "ConvolveStep": ConvolveStep, "DecayStep": DecayStep,
     "DeltaStep": DeltaStep, "GatedNormStep": GatedNormStep, "Step": StepStruct, "Forward": ForwardStruct,
 }  # fmt: skip
@@ -155,6 +161,10 @@ class Steps:
         """numbers per token of each tensor of a forward, in order of their numbers, for the layer that needs most"""
         self.inputs: set[int] = set()
         """inputs of the products"""
+        self.summed: set[tuple[int, int]] = set()
+        """inputs and slices of those that are summed over slices"""
+        self.exchange: Exchange | None = None
+        """with other ranks, or with none; None: nothing is summed over slices"""
         self.int8 = False
         """whether there are products in eight bits"""
         self.made: list[tuple[int, ctypes.Structure]] = []
@@ -202,6 +212,20 @@ class Steps:
         self.inputs.add(inputs)
         self.int8 |= isinstance(linears[0], Int8Linear)
         self.add(MULTIPLY, MultiplyStep(structs, len(linears), gated, self.tensor(source, inputs), other, places))
+
+    def sum(self, linear: Any, summed: Summed, source: str, to: str, residual: str | None) -> None:
+        """Multiply a tensor by a matrix, summed over slices: to = the product, plus residual if there is one."""
+        need(type(linear) in (nn.Linear, ExactLinear), f"a {type(linear).__name__} instead of an nn.Linear")
+        outputs, inputs = linear.weight.shape
+        if self.exchange is None:
+            self.exchange = summed.exchange or Exchange(outputs)
+        need(summed.exchange in (None, self.exchange), "products of several replicas")
+        need(self.exchange.struct.room == ROWS * outputs, "sums of different widths")
+        self.summed.add((inputs, summed.slices))
+        other = NONE if residual is None else self.tensor(residual, outputs)
+        tensors = self.tensor(source, inputs), other, self.tensor(to, outputs)
+        exchange = ctypes.addressof(self.exchange.struct)
+        self.add(SUM, SumStep(linear_struct(linear.weight, linear.bias), summed.slices, *tensors, exchange))
 
     @cached_property
     def array(self) -> ctypes.Array[StepStruct]:
@@ -269,10 +293,13 @@ def add_layer(steps: Steps, layer: Any, hidden: int, rotary: Any) -> None:
 
 def add_residual(steps: Steps, linear: Any, source: str, inputs: int, norm: Any) -> None:
     """x += the product, or its norm."""
-    if norm is None:
-        steps.multiply([linear], source, inputs, ["x"], residual="x")
+    to, residual = ("x", "x") if norm is None else ("normed", None)
+    if (summed := summed_of(linear)) is not None:
+        need(linear.weight.shape[1] == inputs, f"layers with different products, one of {tuple(linear.weight.shape)}")
+        steps.sum(linear, summed, source, to, residual)
     else:
-        steps.multiply([linear], source, inputs, ["normed"])
+        steps.multiply([linear], source, inputs, [to], residual=residual)
+    if norm is not None:
         steps.norm(norm, "normed", "x", residual="x")
 
 

@@ -18,6 +18,7 @@ from rollout.engine.cpu.experts import ExpertKernels
 from rollout.engine.cpu.functions import in_whole_vectors
 from rollout.engine.cpu.isa import here, isa_of
 from rollout.engine.cpu.kernels import Kernels, choose
+from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward.arithmetic import torch_arithmetic
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -29,6 +30,8 @@ class Products(Protocol):
     arithmetic: str
     experts: ExpertKernels | None
     """None: the products of experts are made one by one"""
+    sums: SumKernels | None
+    """products summed over slices; None: there are none"""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return [T, inputs] · [outputs, inputs]ᵀ (+ [outputs]) → [T, outputs], all of one dtype of `DTYPES`, on the CPU."""
@@ -57,6 +60,7 @@ class TorchProducts:
 
     isa, arithmetic = "torch", torch_arithmetic()
     experts: ExpertKernels | None = None
+    sums: SumKernels | None = None
     LEAST = {torch.bfloat16: 2, torch.float32: 16}
     """rows below which torch uses another code path on every CPU"""
     TRIED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 129, 213, 513, 1000)
@@ -124,6 +128,7 @@ class NativeProducts:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels, self.isa, self.arithmetic = kernels, kernels.isa, kernels.arithmetic
         self.experts: ExpertKernels | None = ExpertKernels(kernels)
+        self.sums: SumKernels | None = SumKernels(kernels)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear(x, weight, bias)

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder
-from rollout.engine.cpu.exact_modules import NotServed, plain_products, unreached, use_products
+from rollout.engine.cpu.exact_modules import NotServed, plain_products, summed_of, unreached, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
 from rollout.engine.cpu.int8 import Int8Linear, int8_kernels
 from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.layer_steps import NotNative
 from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
+from rollout.engine.cpu.sums import Summed
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import ExecutionPath, NativeLayers
@@ -149,9 +150,12 @@ def check_products(module: nn.Module, products: Products) -> float:
         outputs = torch.linspace(0, len(weight) - 1, min(OUTPUTS, len(weight))).long()
         x = torch.randn(CHECKED_ROWS[-2], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
         w, b = weight[outputs], 0.0 if bias is None else bias[outputs].double()
+        summed = summed_of(linear)
         if isinstance(linear, Int8Linear):
             kernels = int8_kernels(linear.isa)
             got, x, w = linear(x), kernels.rounded(x.float(), False), kernels.rounded(w.float(), True)
+        elif summed is not None and products.sums is not None:
+            got = products.sums.linear(x, weight, bias, Summed(summed.slices, None))
         else:
             got = products.linear(x, weight, bias)
         got, x, w = got[:, outputs].double(), x.double(), w.double()
@@ -185,7 +189,7 @@ def _one_of_each_shape(module: nn.Module) -> dict[str, nn.Linear]:
     found: dict[tuple[Any, ...], tuple[str, nn.Linear]] = {}
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear):
-            found.setdefault((*each.weight.shape, each.bias is None), (name, each))
+            found.setdefault((*each.weight.shape, each.bias is None, summed_of(each) is None), (name, each))
     return dict(found.values())
 
 

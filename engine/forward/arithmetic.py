@@ -8,16 +8,21 @@ import torch
 
 FP8 = "+fp8_e4m3/1"
 """suffix of a name if KV is stored in fp8"""
+TREE = "+tree8/1"
+"""suffix of a name, before LATENT and FP8, if products whose inputs tensor parallelism cuts are summed in a tree over eight
+slices"""
 LATENT = "+latent/1"
 """suffix of a name, before FP8, if layers of latent attention store latents"""
 INT8 = "+int8_g64/1"
 """suffix of a name, before LATENT, if every nn.Linear multiplies in eight bits, 64 inputs to a scale"""
 
 
-def arithmetic(computes: Any, backend: Any, fp8: bool = False, latent: bool = False, int8: bool = False) -> str:
+def arithmetic(
+    computes: Any, backend: Any, *, fp8: bool = False, latent: bool = False, int8: bool = False, tree: bool = False
+) -> str:
     """Return the versioned name of the engine's arithmetic: its products, "+" its attention if that has another name, INT8 if
-    weights are read so, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens, seeds and torch versions
-    give equal samples, to the bit.
+    weights are read so, TREE if sums are one, LATENT and FP8 if KV is stored so. Engines with equal names, weights, tokens,
+    seeds and torch versions give equal samples, to the bit.
 
     Args:
         computes: `rollout.engine.forward.model.ExecutionPath`; None: the module itself.
@@ -25,7 +30,7 @@ def arithmetic(computes: Any, backend: Any, fp8: bool = False, latent: bool = Fa
     products = torch_arithmetic() if computes is None else computes.arithmetic
     attention = getattr(backend, "arithmetic", torch_arithmetic())
     both = products if attention == products else f"{products}+{attention}"
-    return both + (INT8 if int8 else "") + (LATENT if latent else "") + (FP8 if fp8 else "")
+    return both + (INT8 if int8 else "") + (TREE if tree else "") + (LATENT if latent else "") + (FP8 if fp8 else "")
 
 
 def without_fp8(name: str) -> str:
@@ -36,6 +41,11 @@ def without_fp8(name: str) -> str:
 def without_latent(name: str) -> str:
     """Return the name of the same arithmetic with K and V of every head stored; it has no FP8."""
     return name.removesuffix(LATENT)
+
+
+def without_tree(name: str) -> str:
+    """Return the name of the same arithmetic with whole sums; it has no LATENT and no FP8."""
+    return name.removesuffix(TREE)
 
 
 def without_int8(name: str) -> str:

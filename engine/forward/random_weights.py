@@ -13,6 +13,7 @@ layers has the weights of the whole one, and float32 weights rounded to bfloat16
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
 from rollout.engine.forward.shapes import is_random
+from rollout.engine.weights.cuts import WHOLE, Part
 
 SPREAD = 3.0
 """standard deviation of logits"""
@@ -43,28 +45,47 @@ def load_module(folder: str | Path, **options: Any) -> PreTrainedModel:
 
 def draw(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """Make a causal language model of a configuration with random weights, in host memory. options: of `from_config`."""
+    model = blank(config, dtype, **options)
+    fill(model, {name: Part(tuple(weight.shape), WHOLE, 0, 1) for name, weight in model.named_parameters()})
+    return model.eval()
+
+
+def blank(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make the same without values: memory of its weights is reserved, and none of it is used yet."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     model.tie_weights()
+    return model
+
+
+def fill(model: PreTrainedModel, parts: Mapping[str, Part]) -> None:
+    """Draw the weights of a model whose parameters are these parts of whole ones, by name."""
     output = model.get_output_embeddings()
     chunks = []
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             weight._is_hf_initialized = True  # so that transformers leaves it alone
-            deviation = (SPREAD if output is not None and weight is output.weight else 1.0) / math.sqrt(weight.shape[-1])
-            chunks += [(each, f"{name}/{i}", deviation) for i, each in enumerate(weight.data.view(-1).split(CHUNK))]
+            shape = parts[name].shape
+            deviation = (SPREAD if output is not None and weight is output.weight else 1.0) / math.sqrt(shape[-1])
+            count = -(-math.prod(shape) // CHUNK)
+            chunks += [(weight.data, parts[name], i, f"{name}/{i}", deviation) for i in range(count)]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(_fill, *zip(*chunks, strict=True)))
     _initialise_the_rest(model)
     _turn_last_norm(model)
-    return model.eval()
 
 
-def _fill(numbers: torch.Tensor, name: str, deviation: float) -> None:
-    drawn = _generator(name).random(numbers.numel(), dtype=np.float32)
+def _fill(weight: torch.Tensor, part: Part, number: int, name: str, deviation: float) -> None:
+    """Draw chunk `number` of a whole tensor, and keep what the part has of it."""
+    start = number * CHUNK
+    size = min(CHUNK, math.prod(part.shape) - start)
+    if not part.touches(start, size):
+        return
+    drawn = _generator(name).random(size, dtype=np.float32)
     drawn -= np.float32(0.5)
     drawn *= np.float32(deviation * math.sqrt(12))
-    numbers.copy_(torch.from_numpy(drawn))
+    for numbers, here in part.overlap(torch.from_numpy(drawn), start, weight):
+        here.copy_(numbers)
 
 
 def _seed(name: str) -> int:

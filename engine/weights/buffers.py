@@ -49,6 +49,11 @@ class RefreshBuffers:
             self.host = host_buffer(self._host_size, pin=not self._memory.is_host)
         return self.host
 
+    def use(self, memory: torch.Tensor) -> None:
+        """Take [bytes] uint8 as the host buffer and as the staged weights: another process has staged them there."""
+        assert len(memory) >= self._size
+        self.host = self.staged = memory
+
     def open_on_device(self) -> bool:
         """Allocate the memory of a staging on the device, if it has room. Returns whether it has."""
         self.staged = self._memory.room(self._size)

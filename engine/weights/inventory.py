@@ -61,6 +61,10 @@ class Inventory:
         live, (_, itemsize) = self.tensors[self.first_name[name]], self.size(name)
         return tensor_bytes(live.detach().reshape(-1)[start // itemsize : (start + size) // itemsize]).copy()
 
+    def digest(self, name: str) -> str:
+        """Return the xxh3-128 (hex) of a live tensor, given its first name."""
+        return digest_of(tensor_bytes(self.tensors[name]))
+
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
         """Return the tensor that each entry writes; None: the entry repeats a tied tensor under another name.
 
@@ -90,8 +94,8 @@ class Inventory:
         if name is None:
             raise InvalidWeights(f"the model has no tensor of this name{self._stacked(info.name)}", info.name)
         live = self.tensors[name]
-        if info.shape != tuple(live.shape):
-            raise InvalidWeights(f"has shape {info.shape}, but {tuple(live.shape)} in the model", info.name)
+        if info.shape != tuple(self.shapes[name]):
+            raise InvalidWeights(f"has shape {info.shape}, but {tuple(self.shapes[name])} in the model", info.name)
         if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
             raise InvalidWeights(f"dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
         if not live.is_contiguous():
@@ -144,9 +148,9 @@ class Digests:
             for row, tensor in enumerate(there.values()):
                 hashes.add(row, flat_bytes(tensor))
             self._committed |= zip(there, hashes.read()(), strict=True)
-        for name, tensor in tensors.items():
+        for name in tensors:
             if name not in self._committed:
-                self._committed[name] = digest_of(tensor_bytes(tensor))
+                self._committed[name] = self._inventory.digest(name)
 
     def of(self, name: str) -> str:
         """Return the digest of a tensor as committed."""
@@ -172,10 +176,10 @@ class Digests:
         """Read every tensor in portions: yields None after each READ_BYTES and finally the `manifest_digest`. Call it between
         steps; a refresh meanwhile makes the result meaningless."""
         digests: dict[str, str] = {}
-        for name, tensor in self._inventory.tensors.items():
-            state, portion = xxhash.xxh3_128(), max(1, READ_BYTES // max(1, tensor.element_size()))
-            for start in range(0, tensor.numel(), portion):
-                state.update(tensor_bytes(tensor.detach().reshape(-1)[start : start + portion]).data)
+        for name in self._inventory.tensors:
+            state, size = xxhash.xxh3_128(), self._inventory.size(name)[0]
+            for start in range(0, size, READ_BYTES):
+                state.update(self._inventory.read_slice(name, start, min(READ_BYTES, size - start)).data)
                 yield None
             digests[name] = state.hexdigest()
         yield self._manifest_digest(digests)

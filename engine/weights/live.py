@@ -56,6 +56,7 @@ class Weights:
         streamed: weight offload of its layers, if on.
         lay_out: called after tensors moved; places some of them side by side.
         memory: where the tensors are; None: host memory.
+        inventory: of the module's tensors; None: made here.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Weights:
         streamed: OffloadedModel | None = None,
         lay_out: Callable[[], None] = lambda: None,
         memory: DeviceMemory | None = None,
+        inventory: Inventory | None = None,
     ) -> None:
         self._memory = HostMemory() if memory is None else memory
         self.version = 0
@@ -73,7 +75,7 @@ class Weights:
         self._module = module
         self._streamed = streamed
         self._lay_out = lay_out
-        self.inventory = self.own = Inventory(module, {} if streamed is None else streamed.masters)
+        self.inventory = self.own = inventory or Inventory(module, {} if streamed is None else streamed.masters)
         self._digests = Digests(self.inventory, self._memory.hashes)
         self.base = AdapterBase(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
@@ -161,11 +163,11 @@ class Weights:
         in_place, on_device = crowded and update.stays, on_device and (update.stays or not crowded)
         if in_place:
             self._digests.learn(self._tensors)  # before they are overwritten
-        elif not (on_device or self.dropped):
-            self._buffers.open_in_host_memory()
+        elif not on_device:
+            self._open_in_host_memory()
         merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
         place = self._live if self.dropped or in_place else self._buffers.place
-        parts = parts_of(manifest, targets, place) if merging is None else merging.parts
+        parts = self._parts(manifest, targets, place) if merging is None else merging.parts
         if in_place:
             self._staging = InPlaceStaging(update, parts, self._memory, self._close_staging)
         elif on_device:
@@ -176,6 +178,17 @@ class Weights:
                 making = TwinStaging(self._twins, parts, place, merging)
             self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, making)
         return self._staging
+
+    def _open_in_host_memory(self) -> None:
+        """Allocate what staging in host memory writes."""
+        if not self.dropped:
+            self._buffers.open_in_host_memory()
+
+    def _parts(
+        self, manifest: Sequence[TensorInfo], targets: Sequence[str | None], place: Callable[[str], torch.Tensor]
+    ) -> list[StagedTensor]:
+        """Return the parts of a payload of whole tensors. place: returns what staging writes for a name."""
+        return parts_of(manifest, targets, place)
 
     def _live(self, name: str) -> torch.Tensor:
         return self._all[name].detach()
@@ -191,17 +204,22 @@ class Weights:
         self._check_addresses()
         if self._streamed is not None:
             self._streamed.ring.settle()
-        if self.dropped:
-            self._fill_slots()
-        elif isinstance(staging, InPlaceStaging):
+        if isinstance(staging, InPlaceStaging):
             self._write(staging)
         else:
-            self._exchange(staging)
+            self._land(staging.names)
         self.base.commit(staging.digests, staging.bases)
         self._digests.commit(staging.digests)
         self.dropped = False
         self.version = staging.version
         staging.close()
+
+    def _land(self, names: Sequence[str]) -> None:
+        """Make staged tensors live, all or none."""
+        if self.dropped:
+            self._fill_slots()
+        else:
+            self.exchange(names)
 
     def _write(self, staging: InPlaceStaging) -> None:
         """Overwrite the live tensors. If that fails, the weights are dropped."""
@@ -210,12 +228,13 @@ class Weights:
         staging.write()
         self._check_addresses()
 
-    def _exchange(self, staging: Staging) -> None:
-        """Swap all staged tensors with the live ones, slice by slice, or none."""
+    def exchange(self, names: Sequence[str]) -> None:
+        """Swap staged tensors with the live ones, slice by slice, all or none. A second call undoes the first. Call it between
+        two steps, for what `stage` or another process has staged. Raises as `commit`."""
         done: list[tuple[Any, Any]] = []
         saved: tuple[Any, Any] | None = None
         try:
-            names = [*staging.names, *self._twins.beside(staging.names)]
+            names = [*names, *self._twins.beside(names)]
             for live, staged, scratch in (views for name in names for views in self._buffers.slices(name)):
                 saved = None
                 scratch[...] = live
@@ -228,6 +247,14 @@ class Weights:
         except BaseException as error:
             self._undo([*done, saved] if saved else done, error)
             raise
+
+    def exchange_with(self, staged: torch.Tensor, names: Sequence[str]) -> None:
+        """`exchange` with what another process has staged in [bytes] uint8."""
+        self._buffers.use(staged)
+        try:
+            self.exchange(names)
+        finally:
+            self._buffers.close()
 
     def _undo(self, done: list[tuple[Any, Any]], error: BaseException) -> None:
         try:

@@ -135,6 +135,10 @@ def check(options: BenchOptions, peers: Iterable[str], checkout: Path | None) ->
             )
             for name in [*(name for name, each in special if not each.any_kv), *flags]
         ),
+        *(
+            (options.tp > 1, f"{name} runs on one rank: leave --tp {options.tp} out")
+            for name in [*(name for name, _ in special), *flags]
+        ),
         *((checkout is not None, f"--against CHECKOUT compares workloads: leave {name} out") for name in alone),
     ]
     for refused, message in rules:
@@ -176,6 +180,12 @@ def print_summaries(report: Report, summaries: list[Row]) -> None:
         for other in sorted(name.removeprefix("ratio_to_") for name in row if name.startswith("ratio_to_")):
             ratio, speed = row[f"ratio_to_{other}"], row[f"{other}_tokens_per_second"]
             report.line(f"{row['workload']}: {ratio:.2f} x {other} ({speed:.0f} tokens/s)")
+        for rank in row["ranks"]:
+            sizes = ", ".join(
+                f"{rank[name] / 2**20:.0f} MiB {what}"
+                for name, what in (("weights_bytes", "of weights"), ("rss_bytes", "resident"))
+            )
+            report.line(f"{row['workload']}: rank {rank['rank']}: {sizes}")
         for peer, ratio in row.get("ratios", {}).items():
             report.line(f"{row['workload']}: {ratio:.2f} x {peer} {row['peers'][peer]}")
         if "floor_fraction" in row:

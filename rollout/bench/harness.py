@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -52,6 +53,7 @@ class BenchOptions(NamedTuple):
     against: str = ""
     floor: bool = False
     replicas: int = 2
+    tp: int = 1
 
     def words(self) -> list[str]:
         """Return the arguments of `rollout bench` that give these options."""
@@ -98,6 +100,9 @@ class BenchSetup:
         fields: dict[str, Any] = {
             name: getattr(self.options, name) for name in ("dtype", "threads", "isa", "kv_dtype", "device")
         }
+        if self.options.tp > 1:
+            threads = self.threads or len(os.sched_getaffinity(0))
+            fields |= {"tp": self.options.tp, "threads": max(1, threads // self.options.tp)}
         fields["model"] = changes["model"] if "model" in changes else str(self.folder)
         return EngineConfig(**(fields | changes))
 

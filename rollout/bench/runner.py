@@ -87,7 +87,7 @@ def variants(
     """Return the configuration of a workload under "", and those of its variants by the suffix of their name.
 
     compare: a workload with a small KV pool also runs with a large one, and without offload. unshared: attention reads a shared
-    prefix once per child. undrafted: no drafts."""
+    prefix once per child. undrafted: no drafts. An engine of several ranks also runs as one, with all their threads."""
     own = tight_engine(workload, engine)
     configs = {"": own}
     if compare and workload.tight:
@@ -96,6 +96,9 @@ def variants(
     if unshared:
         unshared_prefix = msgspec.structs.replace(own.advanced, share_prefix=False)
         configs["/unshared"] = msgspec.structs.replace(own, advanced=unshared_prefix)
+    if own.tp > 1:
+        threads = None if own.threads is None else own.threads * own.tp
+        configs["/one"] = msgspec.structs.replace(own, tp=1, threads=threads)
     if undrafted:
         configs["/undrafted"] = msgspec.structs.replace(own, drafts=0)
     return configs
@@ -239,5 +242,5 @@ def summarise(workload: Workload, engine: EngineConfig, target: Target, runs: li
         "kv_tokens": engine.kv_tokens,
         "kv_tokens_needed": workload.needed_kv_tokens(engine.block_size),
         **{name: getattr(engine, name) for name in ("model", "dtype", "threads")},
-        **{name: target.status()[name] for name in ("attention", "arithmetic", "isa")},
+        **{name: target.status()[name] for name in ("attention", "arithmetic", "isa", "ranks")},
     }

@@ -386,6 +386,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """measure the hardware bound of each workload and print the fraction reached; --against does so too"""
     replicas: int = 2
     """replicas in the `fleet`, `trust` and `vanish` benchmarks"""
+    tp: int = 1
+    """ranks that run the engine of workloads, which share its threads; then one rank with all threads runs in turn"""
 
 
 Command = (

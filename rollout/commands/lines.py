@@ -63,6 +63,8 @@ def engine_lines(status: Mapping[str, Any], threads: int | None) -> list[str]:
     lines = []
     if isa := status.get("isa"):
         on = "" if threads is None else f" on {counted(threads, 'thread')}"
+        if ranks := status.get("ranks"):
+            on += f" of each of {counted(len(ranks), 'rank')}"
         kernels = {"cuda": "computes on CUDA", "torch": "computes with torch alone"}.get(isa, f"computes with {isa} kernels")
         lines.append(f"{kernels}{on}, {status['attention']} attention, arithmetic {status['arithmetic']}")
         slow = isa in SLOW and status.get("isa_reason") or status.get("computed_by_reason")

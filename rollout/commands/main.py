@@ -1,5 +1,5 @@
 """The command `rollout`. Exit status: 0 = success; 1 = error, with its reason on standard error; 2 = wrong usage, or a model
-that cannot be served; 130 = stopped by Ctrl-C."""
+that cannot be served; 3 = the device, or a rank of the replica, is lost; 130 = stopped by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from rollout.commands.arguments import (
 from rollout.commands.connecting import connected
 from rollout.commands.interrupt import INTERRUPTED, imports_end
 from rollout.config import CannotServe, Config, InputError
+from rollout.engine.types import DeviceLost
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
 from rollout.transport.errors import RolloutError
 from rollout.transport.keys.files import BadKeys
 
+LOST = 3
 MODULES: dict[type, str] = {
     ServeArgs: "serve",
     HttpArgs: "http",
@@ -77,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     except (BadKeys, CannotServe, InputError, ModelNotFound, RolloutError, ServiceFailed) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
+    except DeviceLost as error:
+        print(f"{name}: {error}; start it again, or let --restart do so", file=sys.stderr)
+        return LOST
     except ModuleNotFoundError as error:
         advice = extras.missing(error, words[0] if words else "")
         if advice is None:

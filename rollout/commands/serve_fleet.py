@@ -156,7 +156,7 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
         engine = msgspec.structs.replace(engine, model=str(models.resolve(engine.model)))
 
     def toml(name: str, cpus: int) -> str:
-        own = engine if engine.threads is not None else msgspec.structs.replace(engine, threads=max(1, cpus))
+        own = engine if engine.threads is not None else msgspec.structs.replace(engine, threads=max(1, cpus // engine.tp))
         if fleet.ray == "local":
             own = with_memory_share(own, fleet.replicas)
         replica = replica_config(config, own)
@@ -232,12 +232,13 @@ def divided(engine: EngineConfig, replicas: int) -> tuple[list[Host], EngineConf
     sets = core_sets(sorted(os.sched_getaffinity(0)), replicas)
     places = [Host(cores) for cores in sets]
     if engine.threads is None:
-        engine = msgspec.structs.replace(engine, threads=max(1, min(map(len, sets))))
+        engine = msgspec.structs.replace(engine, threads=max(1, min(map(len, sets)) // engine.tp))
     return places, with_memory_share(engine, replicas)
 
 
 def with_memory_share(engine: EngineConfig, replicas: int) -> EngineConfig:
-    """Give each replica of a host its part of the host's memory; replicas on GPUs have their own."""
+    """Give each rank of each replica of a host its part of the host's memory; replicas on GPUs have their own."""
+    replicas *= engine.tp
     if engine.device.startswith("cuda"):
         return engine
     threshold = engine.advanced.cpu_offload_safety_threshold / replicas

@@ -160,6 +160,8 @@ def make_tracker(config: TrackingConfig, sinks: list[Sink], engine: Any) -> Trac
     """Make the tracker of these sinks, with the audit if enabled."""
     if not config.audit_every:
         return Tracker(config, sinks)
+    if engine.worker.config.tp > 1:
+        raise ValueError("audit_every with tp > 1: no rank has the whole model for a plain forward; leave one of them out")
     from rollout.metrics.audit import Audit
 
     ready = lambda: engine.mode not in (Mode.ASLEEP, Mode.WITHOUT_WEIGHTS)  # noqa: E731

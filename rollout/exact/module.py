@@ -10,12 +10,22 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engine.cpu.exact_modules import plain_products, unreached, use_products
+from rollout.engine.cpu.exact_modules import plain_products, sum_slices, unreached, use_products, whole_sums
 from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
-from rollout.engine.forward.arithmetic import INT8, LATENT, without_fp8, without_int8, without_latent
+from rollout.engine.cpu.sums import SLICES, Summed
+from rollout.engine.forward.arithmetic import (
+    INT8,
+    LATENT,
+    TREE,
+    without_fp8,
+    without_int8,
+    without_latent,
+    without_tree,
+)
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
+from rollout.engine.weights.cuts import summed_linears
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
 from rollout.exact.recurrence import use_exact_recurrence
@@ -57,6 +67,8 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
             f"the service computes with arithmetic {arithmetic!r}, whose numbers depend on the batch (its status says why: "
             "computed_by_reason): no trainer can compute the same bits; weight its samples by their importance ratios"
         )
+    if arithmetic is not None and arithmetic.endswith(TREE):
+        return _use_exact_with_trees(model, without_tree(arithmetic), block_size, threads)
     if arithmetic is not None and arithmetic.endswith(LATENT):
         return _use_exact_with_latents(model, without_latent(arithmetic), block_size, threads)
     if arithmetic is not None and arithmetic.endswith(INT8):
@@ -101,6 +113,24 @@ def _use_exact_with_latents(model: Any, arithmetic: str, block_size: int, thread
         plain_kv(model)
 
     return Exact(made.arithmetic + LATENT, remove)
+
+
+def _use_exact_with_trees(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
+    """Do the same for a service with `tree_sums`, as each one with tensor parallelism is."""
+    if model.device.type != "cpu":
+        raise ValueError(f"the service has tree_sums, and the model is on {model.device}: its sums need the CPU")
+    sum_slices(summed_linears(model), Summed(SLICES, None))
+    try:
+        made = use_exact(model, arithmetic, block_size, threads)
+    except BaseException:
+        whole_sums(model)
+        raise
+
+    def remove() -> None:
+        made.remove()
+        whole_sums(model)
+
+    return Exact(made.arithmetic + TREE, remove)
 
 
 def _use_exact_in_int8(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout.engine.types import SEED_LIMIT, Group, Sample, Served
+from rollout.engine.types import SEED_LIMIT, DeviceLost, Group, Sample, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import EngineLike, live_of
@@ -206,10 +206,13 @@ class EngineGroups:
 
         The engine returns the samples of a failed forward with the reason "error". Any other exception cannot be assigned to a
         group: all groups end as "error", and the service continues with an empty engine. If the engine held no group of a
-        client, no request caused the exception, and it is raised."""
+        client, no request caused the exception, and it is raised; as is DeviceLost, since another process can compute the
+        groups."""
         started = self._clock()
         try:
             samples = self.engine.step()
+        except DeviceLost:
+            raise
         except Exception as error:
             log.exception("engine.step failed")
             if not (self._parked or self._groups.with_client()):

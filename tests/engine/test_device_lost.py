@@ -10,7 +10,7 @@ import torch
 
 from rollout.engine.devices import CpuDevice, CudaDevice, of_cuda
 from rollout.engine.engine import Engine
-from rollout.engine.pipeline import DeviceLost
+from rollout.engine.types import DeviceLost
 from rollout.engine.worker import Worker
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run

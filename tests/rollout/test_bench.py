@@ -112,7 +112,7 @@ class FakeTarget:
         return iter(self.spoil(samples) if self.spoil and len(self.calls) > 1 else samples)
 
     def status(self) -> dict[str, Any]:
-        return {**self.counters, "attention": "none", "arithmetic": "fake/1", "isa": "none"}
+        return {**self.counters, "attention": "none", "arithmetic": "fake/1", "isa": "none", "ranks": []}
 
     def peak_rss_bytes(self) -> int:
         return 1000

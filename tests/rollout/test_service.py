@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.types import Group, Limits, Sample, Sampling
+from rollout.engine.types import DeviceLost, Group, Limits, Sample, Sampling
 from rollout.service.loop import ServiceTiming
 from rollout.service.session import MAX_REPLY_BYTES, GroupStatus, SendLimits
 from rollout.transport import messages as m
@@ -576,6 +576,21 @@ def test_a_step_that_raises_ends_its_groups_and_the_service_goes_on() -> None:
     peer.send(submit("g", [1]))
     bench.settle()
     assert [s.finish_reason for s in peer.samples()] == ["length"]
+
+
+class Lost(FakeEngine):
+    """Its device is lost."""
+
+    def step(self) -> list[Sample]:
+        raise DeviceLost("rank 1 of 2 has ended: killed by SIGKILL")
+
+
+def test_a_lost_device_ends_the_service_and_no_group_is_to_blame() -> None:
+    bench = Bench(Lost())
+    peer = bench.client().send(submit(n=3))
+    with pytest.raises(DeviceLost, match="rank 1 of 2"):
+        bench.turn()
+    assert not peer.samples() and bench.engine.groups
 
 
 class Forgetful(FakeEngine):

@@ -6,6 +6,8 @@
        norm ─ multiply (q, k, v) ─ heads (norms, rope) ─ attend ───────────── multiply (o) + residual ─ norm ─ multiply (gated) ─
        multiply (down) + residual                                                                       a Llama-like layer
 
+   A multiply whose inputs are cut into slices is a sum (sums.h), which ranks may share.
+
        norm ─ multiply (mixed, z, a, b) ─ convolve ─ decay ─ delta ─ gated norm ─ multiply (out) + residual ─ norm ─ …
                                                                                                       a gated delta net
 
@@ -18,6 +20,7 @@
 #include "layout.h"
 #include "products.h"
 #include "recurrence.h"
+#include "sums.h"
 
 enum { NORM_ROWS = 8, NONE = -1 };
 
@@ -111,6 +114,12 @@ typedef struct {
 } MultiplyStep;
 
 typedef struct {
+    Linear l;
+    int64_t slices, source, residual, to; /* slices: of the eight that `l` has */
+    Exchange *exchange;
+} SumStep;
+
+typedef struct {
     int64_t tensor, width, heads, apart; /* apart: numbers from one head to the next */
     Norm norm;
 } HeadsOf;
@@ -150,7 +159,7 @@ typedef struct {
     int64_t tensor, gate, heads, dim; /* in place */
 } GatedNormStep;
 
-enum { NORM, MULTIPLY, HEADS, ATTEND, GATE, CONVOLVE, DECAY, DELTA, GATED_NORM };
+enum { NORM, MULTIPLY, HEADS, ATTEND, GATE, CONVOLVE, DECAY, DELTA, GATED_NORM, SUM };
 typedef struct {
     int64_t kind;
     const void *what;
@@ -196,6 +205,13 @@ static void multiply_rows(Worker *w, const Forward *f, const MultiplyStep *s, co
                   .residual = s->residual == NONE ? NULL : f->buffers[s->residual], .packed = f->packed, .then = then};
     for (int64_t i = 0; i < s->count; i++) p.l[i] = &s->l[i], p.out[i] = s->to[i] == NONE ? NULL : f->buffers[s->to[i]];
     linear(w, &p);
+}
+
+static int sum_rows(Worker *w, const Forward *f, const SumStep *s) {
+    const Sum sum = {.l = s->l, .slices = s->slices, .rows = f->tokens, .x = f->buffers[s->source], .out = f->buffers[s->to],
+                     .residual = s->residual == NONE ? NULL : f->buffers[s->residual], .packed = f->packed,
+                     .exchange = s->exchange};
+    return sum_slices(w, &sum);
 }
 
 INLINE void turn(const Forward *f, const HeadsStep *s, const HeadsOf *h, int64_t t) {
@@ -280,6 +296,7 @@ static void wait_for_team(void *worker) { barrier(worker); }
 INLINE const Linear *weights_after(const Forward *f, int64_t i) {
     while (++i < f->count)
         if (f->steps[i].kind == MULTIPLY) return ((const MultiplyStep *)f->steps[i].what)->l;
+        else if (f->steps[i].kind == SUM) return &((const SumStep *)f->steps[i].what)->l;
     return NULL;
 }
 
@@ -298,6 +315,8 @@ static void forward(void *worker, void *work) {
             case DECAY: decay_rows(w, f, what); break;
             case DELTA: delta_rows(w, f, what); break;
             case GATED_NORM: gated_norm_rows(w, f, what); break;
+            case SUM:
+                if (!sum_rows(w, f, what)) return; /* for every thread: `Exchange.failed` says why */
         }
         barrier(w);
     }
@@ -325,6 +344,9 @@ const Field rollout_layout_layers[] = {
 #undef AT
 #define AT(field) FIELD(HeadsStep, field)
     AT(q), AT(k), AT(dim), AT(turned), AT(cos), AT(sin),
+#undef AT
+#define AT(field) FIELD(SumStep, field)
+    AT(l), AT(slices), AT(source), AT(residual), AT(to), AT(exchange),
 #undef AT
     FIELD(AttendStep, layer),
 #define AT(field) FIELD(GateStep, field)

@@ -151,7 +151,7 @@ int64_t rollout_prepare(void) {
 
 const Field rollout_layout_products[] = {
     FIELD(Linear, w),    FIELD(Linear, bias),  FIELD(Linear, outputs), FIELD(Linear, inputs), FIELD(Linear, is_bf16),
-    FIELD(Linear, by_input), FIELD(Linear, int8),
+    FIELD(Linear, by_input), FIELD(Linear, int8), FIELD(Linear, row),
     FIELD(Tuning, dot),  FIELD(Tuning, piece), FIELD(Tuning, few),     FIELD(Tuning, bytes),
     {NULL, NULL, 0, 0},
 };

@@ -93,7 +93,7 @@ INLINE void put_tile(const float *t, float *sum) {
 /* `outputs`, `rows`: tiles of each, 1 or 2. left: outputs that the matrix has from w on. */
 INLINE void multiply_block(const Linear *l, const char *w, const char *x, int64_t left, int outputs, int rows, Ahead *ahead,
                            int64_t lines, Scratch *s, float *sum) {
-    const int64_t row = 2 * l->inputs, steps = steps_of(l), block = steps * SIDE * LINE;
+    const int64_t row = 2 * l->row, steps = steps_of(l), block = steps * SIDE * LINE;
     const int64_t direct = left < outputs * SIDE || l->by_input ? 0 : l->inputs / STEP; /* steps that need no copy */
     const char *x1 = rows == 2 ? x + block : x;
     tile_zero(0);
@@ -108,7 +108,7 @@ INLINE void multiply_block(const Linear *l, const char *w, const char *x, int64_
                 copy_by_input(copy[o], w + o * LINE / 2 + i * STEP * 2 * l->outputs, 2 * l->outputs, left - o * SIDE,
                               l->inputs - i * STEP);
             else
-                copy_edge(copy[o], w + o * SIDE * row + i * LINE, row, left - o * SIDE, row - i * LINE);
+                copy_edge(copy[o], w + o * SIDE * row + i * LINE, row, left - o * SIDE, 2 * l->inputs - i * LINE);
         multiply_lines(copy[0][0], copy[1][0], LINE, x + i * SIDE * LINE, x1 + i * SIDE * LINE, 1, outputs, rows, ahead, lines);
     }
     float *t = (float *)s->packed; /* four tiles */
@@ -123,7 +123,7 @@ INLINE void multiply_block(const Linear *l, const char *w, const char *x, int64_
 static void multiply(const Linear *l, int64_t panel, Ahead ahead, const void *x, int64_t first, int64_t rows,
                      const Tuning *tuning, Scratch *s, float *sum) {
     const int64_t block = steps_of(l) * SIDE * LINE, blocks = (rows + SIDE - 1) / SIDE, left = l->outputs - panel * WIDE;
-    const char *w = (const char *)l->w + panel * WIDE * 2 * (l->by_input ? 1 : l->inputs), *from = (const char *)x + first / SIDE * block;
+    const char *w = (const char *)l->w + panel * WIDE * 2 * (l->by_input ? 1 : l->row), *from = (const char *)x + first / SIDE * block;
     const int64_t lines = (WIDE + (blocks + 1) / 2 - 1) / ((blocks + 1) / 2); /* the panel ahead, over all passes of this one */
     (void)tuning;
 #ifdef PORTABLE

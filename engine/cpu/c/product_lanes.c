@@ -67,7 +67,7 @@ INLINE void block_by_input(const Linear *l, int64_t output, int64_t word, vu *to
 
 /* VL words, from number `word` on, of VL outputs, from number `output` on, where the matrix ends among them: zeros beyond. */
 INLINE void block_at_edge(const Linear *l, int64_t output, int64_t word, vu *to) {
-    const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, outputs = l->outputs - output;
+    const int64_t row = bytes_of(l, l->row), left = bytes_of(l, l->inputs) - 4 * word, outputs = l->outputs - output;
     char copy[VL][4 * VL];
     memset(copy, 0, sizeof copy);
     for (int i = 0; i < VL && i < outputs; i++)
@@ -88,8 +88,8 @@ INLINE void put_words(const vu *t, uint32_t *packed, int widened) {
 
 /* VL words, from number `word` on, of VL outputs, from number `output` on, packed. */
 INLINE void pack_words(const Linear *l, int64_t output, int64_t word, uint32_t *packed, int widened) {
-    const int64_t row = bytes_of(l, l->inputs);
-    if (!l->by_input && l->outputs - output >= VL && row - 4 * word >= 4 * VL) { /* a block that stays in registers */
+    const int64_t row = bytes_of(l, l->row);
+    if (!l->by_input && l->outputs - output >= VL && bytes_of(l, l->inputs) - 4 * word >= 4 * VL) { /* a block that stays in registers */
         vu t[VL];
         transpose((const char *)l->w + output * row + 4 * word, row, t);
         put_words(t, packed, widened);
@@ -261,7 +261,7 @@ static const TileFn *tiles_of(int dot) {
 /* sum[rows ≤ SIDE][nv vectors], from number `output` on, of all inputs; x: a block of rows; nv: 1 or 2. */
 static void multiply_vectors(const Linear *l, int64_t output, int nv, const char *next, const uint32_t *x, int rows, Scratch *s,
                              float *sum, int dot) {
-    const int64_t words = words_of(l), row = bytes_of(l, l->inputs), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
+    const int64_t words = words_of(l), row = bytes_of(l, l->row), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
     const int widened = l->is_bf16 && !dot, per = widened ? 2 : 1, kind = dot ? DOT : l->is_bf16 ? WORDS : FLOATS;
     const int64_t complete = l->is_bf16 ? l->inputs / 2 : l->inputs; /* words; an odd number of inputs ends with half of one */
     const char *from = (const char *)l->w + output * row;
@@ -290,7 +290,7 @@ static void multiply_vectors(const Linear *l, int64_t output, int nv, const char
 /* Few rows of a panel. */
 static void multiply_few(const Linear *l, int64_t output, int64_t width, Ahead ahead, const uint32_t *x, int64_t rows, Scratch *s,
                          float *sum, int dot) {
-    const int64_t row = bytes_of(l, l->inputs), numbers = words_of(l) * (l->is_bf16 && !dot ? 2 : 1);
+    const int64_t row = bytes_of(l, l->row), numbers = words_of(l) * (l->is_bf16 && !dot ? 2 : 1);
     for (int64_t v = 0, nv; v < width; v += nv * VL) {
         nv = VL < 16 && rows <= WIDE && width - v >= 2 * VL ? 2 : 1;
         const char *w = (const char *)l->w + (output + v) * row;

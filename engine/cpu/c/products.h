@@ -18,6 +18,7 @@ typedef struct {
     int64_t outputs, inputs, is_bf16;
     int64_t by_input; /* the weight lies as [inputs][outputs] */
     int64_t int8;     /* the weight is codes of eight bits, as product_int8.c has them; is_bf16 is of x and of the bias */
+    int64_t row;      /* numbers from the weights of an output to those of the next one, unless by_input or int8 */
 } Linear;
 
 INLINE int64_t bytes_of(const Linear *l, int64_t numbers) { return numbers * (l->is_bf16 ? 2 : 4); }
@@ -59,8 +60,8 @@ INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const 
     if (l->by_input) return (Ahead){NULL, NULL}; /* scattered */
     if (l->int8) return codes_of_panel(l, panel);
     const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
-    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->inputs);
-    return (Ahead){w, w + bytes_of(l, outputs * l->inputs)};
+    const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->row);
+    return (Ahead){w, w + bytes_of(l, outputs * l->row)};
 }
 
 extern HIDDEN const Product product_fma, product_dot, product_amx;

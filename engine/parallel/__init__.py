@@ -1,0 +1,1 @@
+"""Several ranks run one replica (docs/decisions/tensor-parallel.md)."""

@@ -1,0 +1,114 @@
+"""What rank 0 tells the other ranks of its replica, over a socket of each: a message is its length and msgpack.
+
+A plan, and what changes memory, is followed in order. Only requests are answered, with one `RankAnswer` each."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from rollout.engine.config import EngineConfig
+from rollout.engine.types import Tag
+
+LENGTH = struct.Struct("<Q")
+MOST_BYTES = 1 << 32
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what the rank is, and the descriptors of memory that it inherited."""
+
+    config: EngineConfig
+    rank: int
+    width: int
+    """numbers of the widest row that is summed"""
+    shared_fd: int
+    """of the `Exchange` of all ranks"""
+    staged_fd: int
+    """of what rank 0 stages for this rank"""
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """Make the copies of a plan and compute its rows. Not answered."""
+
+    plan: bytes
+
+
+class SleepRank(msgspec.Struct, frozen=True, tag=True):
+    """Request: see `Worker.sleep`."""
+
+    level: int
+
+
+class WakeRank(msgspec.Struct, frozen=True, tag=True):
+    """Request: see `Worker.wake`."""
+
+    tags: list[Tag] | None
+
+
+class ExchangeWeights(msgspec.Struct, frozen=True, tag=True):
+    """Request: swap live tensors with the staged ones; again: undo it."""
+
+    names: list[str]
+    size: int
+    """bytes of the staged weights of this rank"""
+
+
+class ReadElements(msgspec.Struct, frozen=True, tag=True):
+    """Request: the rank's elements among `count` elements of a whole tensor from number `start` on."""
+
+    name: str
+    start: int
+    count: int
+
+
+class RankAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Ends a request."""
+
+    data: bytes = b""
+    error: str = ""
+    """why nothing has changed; "" if it was done"""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a rank that ends."""
+
+    reason: str
+
+
+Order = Start | Follow | SleepRank | WakeRank | ExchangeWeights | ReadElements
+Reply = RankAnswer | Failed
+
+
+class RankChannel:
+    """One end of a socket between rank 0 and another rank. `recv` raises EOFError when the other end has gone."""
+
+    def __init__(self, end: socket.socket, kind: Any) -> None:
+        self.socket = end
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError if the other end has gone."""
+        data = msgspec.msgpack.encode(message)
+        self.socket.sendall(LENGTH.pack(len(data)))
+        self.socket.sendall(data)
+
+    def recv(self) -> Any:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        assert length <= MOST_BYTES
+        return self._decoder.decode(self._read(length))
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            got = self.socket.recv_into(view[at:])
+            if not got:
+                raise EOFError("the other rank has closed its end")
+            at += got
+        return data
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,287 @@
+"""Several ranks run one replica: samples of 1, 2 and 4 ranks are equal, to the bit, and all ranks take a refresh, or none."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rollout.engine.engine import Engine
+from rollout.engine.parallel import ranks as of_ranks
+from rollout.engine.types import DeviceLost, Group, PartialSample, Sample, Sampling
+from rollout.engine.weights.buffers import RefreshBuffers
+from rollout.engine.weights.tensors import InvalidWeights
+from rollout.exact import sample_logprobs, use_exact
+from tests.support.ranks import bits, ranked_engine, ranks_in_threads, saved
+from tests.support.tiny import tiny
+from tests.support.toy import group, run
+
+pytestmark = [
+    pytest.mark.usefixtures("copies_pay"),
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux"),
+]
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"n": 4, "max_tokens": 24, "ignore_eos": True, "raw_logprobs": True},
+    {"n": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "min_tokens": 4},
+    {"n": 3, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {4: 1.0}, "max_tokens": 20},
+    {"n": 2, "allowed_token_ids": tuple(range(3, 30)), "top_logprobs": 3, "max_tokens": 12},
+]
+Samples = dict[tuple[str, int], Sample]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Engine]]:
+    """Engines of the same model on 1, 2 and 4 ranks."""
+    folder = saved(tmp_path_factory.mktemp("tiny"), request.param)
+    with ranks_in_threads():
+        made = {tp: ranked_engine(folder, tp, request.param) for tp in (1, 2, 4)}
+    yield made
+    for engine in made.values():
+        engine.close()
+
+
+def random_case(seed: int) -> Callable[[dict[int, Engine], int], Samples]:
+    """Make a case that runs on an engine, parts of it on the one before: forks, preemption, a refresh in the middle, scores,
+    turns, children that were cut elsewhere."""
+    r = random.Random(seed)
+    base = [r.randrange(3, 199) for _ in range(60)]
+    prompts = [[*base[: r.randrange(50)], r.randrange(3, 199)] for _ in range(6)]
+    steps = [r.randrange(5) for _ in prompts]
+    at_refresh, kv, cut = r.randrange(1, 5), r.choice(["keep", "recompute"]), r.randrange(2, 10)
+
+    def case(engines: dict[int, Engine], tp: int) -> Samples:
+        engine, other = engines[tp], engines[{1: 4, 2: 1, 4: 2}[tp]]
+        for each in {id(engine): engine, id(other): other}.values():
+            each.refresh(tiny("llama", head_dim=32, seed=seed))
+        groups = [
+            group(f"{seed}/{number}", prompt, **{"seed": number, "max_tokens": 16, **SAMPLINGS[number % len(SAMPLINGS)]})
+            for number, prompt in enumerate(prompts)
+        ]
+        done: Samples = {}
+        for number, each in enumerate(groups):
+            engine.submit(each)
+            for _ in range(steps[number]):
+                done |= {(sample.group_id, sample.index): sample for sample in engine.step()}
+            if number == at_refresh:
+                engine.refresh(tiny("llama", head_dim=32, seed=seed + 1), kv=kv)
+        done |= run(engine)
+        versions = [version for each in done.values() for _, version in each.weight_versions]
+        assert len({*versions}) == 2
+        other.refresh(tiny("llama", head_dim=32, seed=seed + 1))
+        short = group("short", prompts[0], n=2, seed=5, max_tokens=cut, ignore_eos=True)
+        begun = run(other, [short])
+        resumed = Sampling(n=2, seed=5, max_tokens=20, ignore_eos=True)
+        partials = tuple(PartialSample.of(each) for _, each in sorted(begun.items()))
+        partials = tuple(msgspec_without_versions(each, engine) for each in partials)
+        done |= run(engine, [Group("resumed", short.prompt, resumed, partials=partials)])
+        scored = Group("scored", short.prompt, resumed, partials=partials, score=True)
+        done |= run(engine, [scored])
+        first = done["resumed", 0]
+        longer = np.concatenate([short.prompt, first.token_ids, [7]]).astype(np.int32)
+        return done | run(engine, [Group("turn", longer, Sampling(n=2, seed=8, max_tokens=9), after=("resumed", 0))])
+
+    return case
+
+
+def msgspec_without_versions(partial: PartialSample, engine: Engine) -> PartialSample:
+    """Give a partial sample the live version of another engine, which has the same weights under another number."""
+    return PartialSample(
+        index=partial.index, token_ids=partial.token_ids, logprobs=partial.logprobs, weight_versions=[(0, engine.version)]
+    )
+
+
+def numbered(samples: Samples) -> dict[tuple[str, int], tuple[object, ...]]:
+    """Return what must be equal, with versions counted from the first one."""
+    least = min(version for each in samples.values() for _, version in each.weight_versions)
+    found = bits(samples)
+    for key, each in samples.items():
+        versions = tuple((token, version - least) for token, version in each.weight_versions)
+        found[key] = (*found[key][:2], versions, *found[key][3:])
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 150))])
+def test_samples_do_not_depend_on_the_number_of_ranks(engines: dict[int, Engine], seed: int) -> None:
+    case = random_case(seed)
+    one, two, four = (numbered(case(engines, tp)) for tp in (1, 2, 4))
+    assert one == two == four and len(one) > 15
+    assert all(engine.counters.offloaded_blocks and engine.counters.restored_blocks for engine in engines.values())
+    assert len({engine.arithmetic for engine in engines.values()}) == 1
+
+
+def test_a_trainer_has_the_bits_of_two_ranks(engines: dict[int, Engine]) -> None:
+    engine = engines[2]
+    dtype = engine.model.geometry.dtype
+    engine.refresh(tiny("llama", dtype, head_dim=32))
+    samples = run(engine, [group("a", range(3, 20), n=2, max_tokens=12, ignore_eos=True)])
+    model = tiny("llama", dtype, head_dim=32)
+    assert engine.arithmetic.endswith("+tree8/1")
+    assert use_exact(model, engine.arithmetic, block_size=8).arithmetic == engine.arithmetic
+    prompt = np.arange(3, 20).astype(np.int32)
+    with torch.no_grad():
+        scores = sample_logprobs(model, [(prompt, each.token_ids) for each in samples.values()])
+    assert all(np.array_equal(got.numpy(), each.logprobs) for got, each in zip(scores, samples.values(), strict=True))
+
+
+def test_sleep_and_wake_on_all_ranks(engines: dict[int, Engine]) -> None:
+    engine, weights = engines[2], tiny("llama", head_dim=32, seed=3)
+    engine.refresh(weights)
+    asked = group("a", range(3, 40), n=4, max_tokens=12)
+    want, digest = bits(run(engine, [asked])), engine.weights.digest
+    engine.sleep()
+    assert engine.weights.live_digest() == digest
+    engine.wake()
+    assert bits(run(engine, [asked])) == want
+    engine.sleep(2)
+    engine.wake()
+    engine.refresh(weights)
+    assert engine.weights.live_digest() == engine.weights.digest == digest == engines[2].weights.digest
+    assert [each[:2] for each in bits(run(engine, [asked])).values()] == [each[:2] for each in want.values()]
+
+
+def test_digests_are_those_of_whole_tensors(engines: dict[int, Engine]) -> None:
+    for engine in engines.values():
+        engine.refresh(tiny("llama", head_dim=32, seed=4))
+    assert len({engine.weights.digest for engine in engines.values()}) == 1
+    assert len({engine.weights.live_digest() for engine in engines.values()}) == 1
+    name = "model.layers.0.mlp.down_proj.weight"
+    pieces = [engine.weights.own.read_slice(name, 64, 128).tobytes() for engine in engines.values()]
+    assert pieces[0] == pieces[1] == pieces[2]
+    engines[4].refresh({name: torch.ones(64, 96)}, partial=True)
+    assert engines[4].weights.live_digest() == engines[4].weights.digest != engines[1].weights.digest
+
+
+@pytest.mark.parametrize("bad", [1, 0])
+def test_a_refresh_that_one_rank_cannot_take_is_undone_on_all(
+    engines: dict[int, Engine], monkeypatch: pytest.MonkeyPatch, bad: int
+) -> None:
+    """The failing rank has swapped some tensors, and the other one perhaps all."""
+    engine = engines[2]
+    engine.refresh(tiny("llama", head_dim=32, seed=6))
+    asked = group("a", range(3, 40), n=4, max_tokens=12)
+    want, digest = bits(run(engine, [asked])), engine.weights.digest
+    slices = RefreshBuffers.slices
+    own = engine.weights._buffers  # noqa: SLF001
+    failed = []
+
+    def failing(self: RefreshBuffers, name: str) -> Iterator[Any]:
+        if "layers.1.mlp.down" in name and (self is own) == (bad == 0) and not failed:
+            failed.append(name)
+            raise MemoryError("no memory for a slice")
+        yield from slices(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RefreshBuffers, "slices", failing)
+        reason = (
+            "no memory" if bad == 0 else "rank 1 could not take the new weights, and all ranks keep the old ones: MemoryError"
+        )
+        with pytest.raises((MemoryError, RuntimeError), match=reason):
+            engine.refresh(tiny("llama", head_dim=32, seed=7))
+    assert failed and engine.weights.live_digest() == engine.weights.digest == digest
+    assert bits(run(engine, [asked])) == want
+    engine.refresh(tiny("llama", head_dim=32, seed=7))
+    assert engine.weights.live_digest() == engine.weights.digest != digest
+
+
+def test_bad_tensors_are_refused_before_any_rank_has_them(engines: dict[int, Engine]) -> None:
+    engine, good = engines[2], dict(tiny("llama", head_dim=32, seed=8).named_parameters())
+    engine.refresh(good)
+    digest = engine.weights.digest
+    name = "model.layers.1.self_attn.k_proj.weight"
+    bad = good[name].detach().clone()
+    bad[-1, -1] = torch.nan  # in the part of the last rank
+    for tensor, reason in ((bad, "holds NaN"), (bad[:-1], "has shape")):
+        with pytest.raises(InvalidWeights, match=f"{name}.*{reason}"):
+            engine.refresh(good | {name: tensor})
+    assert engine.weights.live_digest() == engine.weights.digest == digest
+
+
+def test_a_rank_that_draws_another_token_ends_the_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the weights of rank 1 are spoiled in a way that the sums do not show to both alike."""
+    monkeypatch.setattr(of_ranks, "CHECK_STEPS", 16)
+    execute = of_ranks.Worker.execute
+
+    def differing(self: Any, plan: Any) -> Any:
+        if self.ranks_of.exchange.rank == 1:
+            plan.sampling["seed"] += np.uint64(1)
+        return execute(self, plan)
+
+    monkeypatch.setattr(of_ranks.Worker, "execute", differing)
+    with ranks_in_threads(), closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32")) as engine:
+        engine.submit(group("a", range(3, 9), n=2, max_tokens=40, ignore_eos=True))
+        with pytest.raises(DeviceLost, match="rank 1 of 2 has drawn other tokens than rank 0 within 16 steps"):
+            for _ in range(40):
+                engine.step()
+
+
+def test_options_and_models_that_ranks_do_not_support_are_refused(tmp_path: Path) -> None:
+    with ranks_in_threads():
+        for options, reason in [
+            ({"overlap_steps": True}, "overlap_steps with tp=2"),
+            ({"isa": "torch"}, "tp=2: several ranks need the kernels of the CPU"),
+            ({"latent_kv": True}, "latent_kv with tp=2"),
+        ]:
+            with pytest.raises(ValueError, match=reason):
+                ranked_engine(saved(tmp_path / "a", "float32"), 2, "float32", **options)
+        tiny("mixtral").save_pretrained(tmp_path / "b")
+        with pytest.raises(ValueError, match=r"mixtral has .*serve this one whole \(tp = 1\)"):
+            ranked_engine(str(tmp_path / "b"), 2, "float32")
+        with pytest.raises(ValueError, match="4 query heads, which 8 ranks cannot share"):
+            ranked_engine(saved(tmp_path / "c", "float32"), 8, "float32")
+
+
+@pytest.mark.parametrize(
+    "number, reason",
+    [
+        (signal.SIGKILL, "rank 1 of 2 has ended: killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "rank 1 of 2 did not answer within 1 s", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_killed_or_hangs_ends_the_replica(tmp_path: Path, number: int, reason: str) -> None:
+    """In processes, as they are served; no process is left."""
+    with closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32", tp_timeout_s=1.0)) as engine:
+        want = run(engine, [group("a", range(3, 9), n=2)])
+        assert len(want) == 2
+        _, other = (each["pid"] for each in engine.status()["ranks"])
+        engine.submit(group("b", range(3, 9), n=2, max_tokens=200, ignore_eos=True))
+        engine.step()
+        os.kill(other, number)
+        with pytest.raises(DeviceLost, match=reason):
+            for _ in range(400):
+                engine.step()
+        assert engine.has_work, "the service steps again, and ends"
+    assert not psutil.pid_exists(other)
+
+
+ALONE = """
+import sys
+from tests.support.ranks import ranked_engine
+engine = ranked_engine(sys.argv[1], 2, "float32")
+print(engine.status()["ranks"][1]["pid"], flush=True)
+input()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_outlives_a_killed_rank_0(tmp_path: Path, stopped: bool) -> None:
+    command = [sys.executable, "-c", ALONE, saved(tmp_path, "float32")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        other = psutil.Process(int(process.stdout.readline()))
+        if stopped:
+            other.suspend()
+        process.kill()
+        other.wait(20)
