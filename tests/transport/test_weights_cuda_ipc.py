@@ -19,8 +19,9 @@ from tests.support.fake_gpu import MANIFEST, TENSORS, WHOLE, FakeGPU
 
 
 def read_all(payload: CudaIpcPayload, piece: int) -> bytes:
+    """Read the payload once: it begins again after its last byte."""
     got, memory = b"", np.empty(piece, np.uint8)
-    while count := payload.read(memory):
+    while len(got) < len(WHOLE) and (count := payload.read(memory)):
         got += memory[:count].tobytes()
     return got
 
@@ -39,8 +40,10 @@ def test_every_byte_in_the_manifest_s_order_and_each_storage_opened_once(piece: 
     payload = gpu.payload(offer)
     assert payload.via == "cuda_ipc" and payload.ready and not payload.unannounced and not gpu.opened
     assert read_all(payload, piece) == WHOLE
-    assert sorted(gpu.opened) == sorted(gpu.storages)
-    assert payload.read(np.empty(0, np.uint8)) == 0 == payload.read(np.empty(9, np.uint8))
+    assert offer.stays and read_all(payload, piece) == WHOLE, "it begins again, for a refresh without a second copy"
+    assert sorted(gpu.opened) == sorted(gpu.storages) and payload.read(np.empty(0, np.uint8)) == 0
+    payload.close()
+    assert payload.read(np.empty(9, np.uint8)) == 0
 
 
 def test_closing_lets_go_of_all_memory() -> None:
