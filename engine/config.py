@@ -25,6 +25,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "max_batch_tokens": (1, 1_048_576),
     "cpu_offload_gib": (0, 2**20),
     "foreground_s": (0, 86_400),
+    "tp": (1, 8),
     "tp_timeout_s": (0.1, 86_400),
 }
 """smallest and largest value of each number of an EngineConfig on any machine, so that an absurd number is rejected before
@@ -142,8 +143,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """most draft tokens per sequence and step. The engine proposes them from sibling samples if few sequences run and drafting
     pays off. Samples are the same. 0: off. Default: 6, or 0 if steps overlap (docs/decisions/drafts.md)"""
 
-    block_size: int = 0
-    """tokens per KV block. 0: 32; on CUDA 64, so that the keys that attention reads at a time are in one block"""
+    block_size: int | None = None
+    """tokens per KV block. Default: 32; on CUDA 64, so that the keys that attention reads at a time are in one block"""
     kv_gib: float | None = None
     """size of the KV pool on the device in GiB, recurrent states included, allocated at start; or set kv_tokens. Default: a
     quarter of the free memory, used as needed; on CUDA 80 %, allocated at start"""
@@ -191,6 +192,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.tp > 1 if self.tree_sums is None else self.tree_sums
 
     @property
+    def block_tokens(self) -> int:
+        """`block_size`, or its default on the kind of `device`."""
+        return BLOCK_SIZES[self.device.partition(":")[0]] if self.block_size is None else self.block_size
+
+    @property
     def most_seqs(self) -> int:
         """`max_num_seqs`, or the CPU's default if the device has not chosen yet (`rollout.engine.devices.resolved`)."""
         return 256 if self.max_num_seqs is None else self.max_num_seqs
@@ -208,8 +214,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(message)
 
         need(bool(re.fullmatch(r"cpu|cuda(:\d+)?", self.device)), f"device={self.device!r}: must be cpu, cuda or cuda:N")
-        if not self.block_size:
-            msgspec.structs.force_setattr(self, "block_size", BLOCK_SIZES[self.device.partition(":")[0]])
         need(0 <= self.seed < 2**63, f"seed={self.seed}: must be 0 to 2**63 - 1")
         _check_bounds(self, BOUNDS)
         need(

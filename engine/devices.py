@@ -442,6 +442,7 @@ def resolved(config: EngineConfig, device: Device) -> EngineConfig:
     chosen = {name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()}
     return msgspec.structs.replace(
         config,
+        block_size=config.block_tokens,
         max_num_seqs=seqs if config.max_num_seqs is None else config.max_num_seqs,
         max_batch_tokens=max(tokens, config.most_seqs) if config.max_batch_tokens is None else config.max_batch_tokens,
         overlap_steps=overlaps,

@@ -95,7 +95,7 @@ class Engine:
     @property
     def block_size(self) -> int:
         """Return the tokens of a KV block, which decide the order of sums in attention."""
-        return self.config.block_size
+        return self.config.block_tokens
 
     @property
     def kv_dtype(self) -> str:

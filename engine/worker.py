@@ -145,7 +145,7 @@ class Worker:
     @property
     def pools(self) -> PoolCounts:
         """Return the sizes of the pools, for the scheduler."""
-        longest = -(-self.model.context // self.config.block_size)
+        longest = -(-self.model.context // self.config.block_tokens)
         slots = None if self.kv.states is None else self.kv.states.slots
         window, windows = self.kv.window, None
         if window is not None:
@@ -349,7 +349,7 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     ValueError."""
     memory = device.memory
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
-    tried = partial(try_out, model, kept, config.block_size, memory) if isinstance(model, Model) else lambda backend: None
+    tried = partial(try_out, model, kept, config.block_tokens, memory) if isinstance(model, Model) else lambda backend: None
     backend = choose_backend(config.attention, device, capacity, tried)
     int8 = config.weight_dtype == "int8"
     if int8 and not isinstance(model, Model):
@@ -359,7 +359,7 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     kernels = ModelKernels(model, backend, path, name)
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):
-        check_model(LoadedModel(model, backend, config.block_size, capacity.tokens, memory, kept))
+        check_model(LoadedModel(model, backend, config.block_tokens, capacity.tokens, memory, kept))
     return kernels
 
 
@@ -373,13 +373,13 @@ def take_kv(
     """Allocate both KV pools, and those of routes. agree: as in `WorkerParts`. Raises ValueError if there is not enough memory
     for them, or for their block tables in host memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
-    block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_size
+    block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_tokens
     sizes, geometry, states = agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
     if geometry is not None:
         slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes, memory)
         states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))
     windows = windows_of(model)
-    longest = -(-model.context // config.block_size)
+    longest = -(-model.context // config.block_tokens)
     if any(windows):
         kv, sizes = _with_windows(config, device, model, sizes, block_bytes)
     else:
@@ -399,10 +399,10 @@ def _with_windows(
         block_bytes: of such a block, routes included.
     """
     windows, kept = windows_of(model), model.geometry.kept_as(config.kv_dtype)
-    windowed, longest = [window > 0 for window in windows], -(-model.context // config.block_size)
+    windowed, longest = [window > 0 for window in windows], -(-model.context // config.block_tokens)
     layers = [[i for i, each in enumerate(windowed) if each == kind] for kind in (False, True)]
     full, window = (kept.part(each) for each in layers)
-    of_windows = window.bytes_per_token * config.block_size
+    of_windows = window.bytes_per_token * config.block_tokens
     each = BlockBytes(block_bytes - of_windows, of_windows)
     counts, sizes = window_sizes(config, sizes, each, max(windows), longest)
     kv = PagedKV(full, sizes, device.memory, device.copy_engine())

@@ -71,7 +71,7 @@ class StepCapacity:
         return StepCapacity(
             tokens=max(config.most_tokens, 16),  # smaller batches are padded
             rows=max(config.most_seqs, 16),
-            columns=-(-model.context // config.block_size),
+            columns=-(-model.context // config.block_tokens),
             q_heads=kinds[0][0] if even else 0,
             kv_heads=kinds[0][1] if even else 0,
             head_dim=kinds[0][2] if even else 0,

@@ -34,7 +34,7 @@ def pool_sizes(config: EngineConfig, bytes_per_block: int, memory: DeviceMemory)
     device = blocks_on_device(config, bytes_per_block, memory)
     host = blocks_in_host_memory(config, bytes_per_block, device, memory)
     device_set, host_set = (config.kv_tokens, config.kv_gib) != (None, None), config.cpu_offload_gib is not None
-    return PoolSizes(config.block_size, device, host, device_set, host_set)
+    return PoolSizes(config.block_tokens, device, host, device_set, host_set)
 
 
 STATES_RATIO = 0.4
@@ -101,8 +101,8 @@ def window_sizes(
         tokens: width of the widest window.
         longest: blocks of the longest sequence.
     """
-    held = config.most_seqs * (WindowCounts(tokens, 0, 0).most_held(config.block_size) + 1)
-    wanted = held + held // 8 - (-config.most_tokens // config.block_size)
+    held = config.most_seqs * (WindowCounts(tokens, 0, 0).most_held(config.block_tokens) + 1)
+    wanted = held + held // 8 - (-config.most_tokens // config.block_tokens)
 
     def divided(blocks: int, wanted: int, fixed: bool) -> tuple[int, int]:
         """Return blocks of full attention and of windows."""
@@ -122,7 +122,7 @@ def blocks_on_device(config: EngineConfig, bytes_per_block: int, memory: DeviceM
     memory."""
     asked: float | None = None
     if config.kv_tokens is not None:
-        asked = -(-config.kv_tokens // config.block_size) * bytes_per_block
+        asked = -(-config.kv_tokens // config.block_tokens) * bytes_per_block
     elif config.kv_gib is not None:
         asked = config.kv_gib * 2**30
     if asked is not None and memory.is_host and asked > (free := memory.free()):

@@ -30,7 +30,7 @@ def first_alone(state: SchedulerState, seq: Sequence) -> Sequence:
     not computed again. So clients take turns by groups, not by children."""
     fresh = [sum(block.host is None for block in store.idle) for store in state.kv_stores]
     beside = available(state, room_for(state, seq, state.config.most_tokens))
-    if not any(fresh) or beside or can_offload(state, fresh, fresh[0] * state.config.block_size):
+    if not any(fresh) or beside or can_offload(state, fresh, fresh[0] * state.config.block_tokens):
         return seq
     idle = (other for other in state.waiting if other.started and other.blocks and other.blocks[0] in state.store.idle)
     return min(idle, key=lambda other: other.rank, default=seq)
@@ -61,7 +61,7 @@ def fits(state: SchedulerState, seq: Sequence, running: list[Sequence], budget: 
         return False
     # nothing runs, so no block will be freed: room for one block at a time is enough
     evict_each(state, [max(slots, least + 1) for slots, least in zip(room, missing, strict=True)], {*seq.blocks, *seq.window})
-    begins = seq.cached % state.config.block_size == 0
+    begins = seq.cached % state.config.block_tokens == 0
     return available(state, [least + (slots > least and begins) for slots, least in zip(room, missing, strict=True)])
 
 
@@ -123,7 +123,7 @@ def least_run(state: SchedulerState, seq: Sequence) -> int:
 def could_be_lost(state: SchedulerState, seq: Sequence) -> bool:
     """Return whether a waiting sequence has more than a token to compute, and its KV would be dropped if it were preempted
     then."""
-    blocks = -(-seq.length // state.config.block_size)
+    blocks = -(-seq.length // state.config.block_tokens)
     each = [blocks] if state.windows is None else [blocks, min(blocks, state.windows.most)]
     return seq.uncached > 1 and not can_offload(state, each, seq.length)
 

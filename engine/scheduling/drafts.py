@@ -165,7 +165,7 @@ class Drafts:
     def _longer(self, row: Row, draft: tuple[int, ...], length: int) -> Row:
         """Return a row with as much of a draft as there are blocks for."""
         seq, state, end = row.seq, self._state, row.start + row.count
-        room = (len(seq.blocks) + state.available) * state.config.block_size - end
+        room = (len(seq.blocks) + state.available) * state.config.block_tokens - end
         draft = draft[: max(0, room)]
         if not draft:
             return row

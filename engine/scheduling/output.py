@@ -32,7 +32,7 @@ class _Draws(NamedTuple):
 def launched(state: SchedulerState, rows: list[Row]) -> None:
     """Record that a step is in flight. Its KV counts as computed from here on, because the device executes later steps after
     it. The tokens that it samples are pending."""
-    size, draw = state.config.block_size, 0
+    size, draw = state.config.block_tokens, 0
     for row in rows:
         seq, start, count, draws = row.seq, row.start, row.count, row.draws
         forked = seq.state.forked
@@ -66,7 +66,7 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
     raws = [None] * len(tokens) if sampled.raw_logprobs is None else sampled.raw_logprobs.tolist()
     routes = _know_prompts(rows, sampled)
     draws = _Draws(tokens, sampled.logprobs.tolist(), raws, sampled.finite.tolist(), sampled.top, routes)
-    size, draw = state.config.block_size, 0
+    size, draw = state.config.block_tokens, 0
 
     def finish(seq: Sequence, reason: FinishReason) -> None:
         if reason in ("stop", "length") and seq.state.first_k_pending:
@@ -157,7 +157,7 @@ def _note_kv(state: SchedulerState, seq: Sequence) -> None:
     group, began = seq.state, seq.spans[0][1] if seq.spans else state.version
     if began == state.version and group.own is None and not group.group.sampling.max_kv_lag:
         return
-    known = KVVersions.of((block.versions for block in seq.blocks), seq.cached, state.config.block_size)
+    known = KVVersions.of((block.versions for block in seq.blocks), seq.cached, state.config.block_tokens)
     seq.note_kv(known.spans, state.version)
 
 
@@ -196,7 +196,7 @@ def copies_failed(state: SchedulerState, step: int) -> None:
     if state.states is not None:
         broken[1] |= state.states.advances_failed()
     for row in state.in_flight.pop(step, []):
-        state.tables.truncate(row.seq, -(-row.seq.cached // state.config.block_size))
+        state.tables.truncate(row.seq, -(-row.seq.cached // state.config.block_tokens))
     for seq in list(state.running):
         if not set().union(*broken).isdisjoint([*seq.blocks, *seq.window, seq.state_in, seq.state_out]):
             state.stop(seq)

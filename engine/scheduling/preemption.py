@@ -64,7 +64,7 @@ def block_need(state: SchedulerState, seq: Sequence) -> int:
 
 def growth(state: SchedulerState, seq: Sequence, cached: int) -> int:
     """Return how many new slots a sequence needs to have KV of so many tokens, where no block leaves a window."""
-    size = state.config.block_size
+    size = state.config.block_tokens
     copied = seq.cached < cached and seq.cached % size and seq.blocks[-1].owners > 1
     return max(0, -(-cached // size) - len(seq.blocks)) + bool(copied)
 
@@ -160,7 +160,7 @@ def free_ahead(state: SchedulerState) -> None:
     """If copies run ahead, evict cached blocks during this step, so that the next one has free slots that no copy reads: one
     for each sequence and those of a chunk, together at most a sixteenth of the pool."""
     if state.copies_ahead:
-        soon = len(state.running) + state.config.most_tokens // state.config.block_size
+        soon = len(state.running) + state.config.most_tokens // state.config.block_tokens
         for store in state.kv_stores:
             store.free_ahead(min(soon, store.device.size // 16))
 
@@ -173,7 +173,7 @@ def mirror(state: SchedulerState) -> None:
         return
     left = config.advanced.mirror_blocks_per_step
     for seq in sorted(running, key=lambda seq: seq.rank, reverse=True):
-        while left and seq.mirrored < seq.cached // config.block_size:
+        while left and seq.mirrored < seq.cached // config.block_tokens:
             block = seq.blocks[seq.mirrored]
             if block.host is None:
                 if store.host.free <= store.host.size // 4 or not store.mirror(block):

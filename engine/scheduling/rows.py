@@ -16,7 +16,7 @@ from rollout.engine.scheduling.states import tokens_to_junction
 def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
     """Make the rows of sequences that have one token to compute and may sample another; there is room for all. A block table
     changes only if the token begins a block, or if the last block is shared after a fork or was begun by other weights."""
-    size, version, rows = state.config.block_size, state.version, list[Row]()
+    size, version, rows = state.config.block_tokens, state.version, list[Row]()
     for seq in sequences:
         cached = seq.cached
         if seq.length - cached == 1 and seq.length < seq.limit and seq.given is None:
@@ -34,7 +34,7 @@ def prefill_row(state: SchedulerState, seq: Sequence, budget: int, scores: int, 
     """Make the row of the next tokens of a running sequence, at most `budget`, that scores at most `scores` tokens. None: it
     waits for blocks, or for a row of this step that computes the same prefix. planned: keys of the blocks that this step
     computes."""
-    size, version = state.config.block_size, state.version
+    size, version = state.config.block_tokens, state.version
     if seq.uncached > 1 or seq.given is not None:
         state.tables.find_cached(seq, version)
         available = state.available
@@ -68,7 +68,7 @@ def counts_tokens(seq: Sequence) -> bool:
 def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool) -> Plan:
     """Build the plan of at least one row. It copies what it needs of the sequences and the running table. pending:
     tokens of a step in flight may be among those to compute."""
-    table, block_size = state.table, state.config.block_size
+    table, block_size = state.table, state.config.block_tokens
     sequences, expected = [row.seq for row in rows], [row.expected for row in rows]
     starts = np.array([row.start for row in rows], np.int32)
     counts = np.array([row.count for row in rows], np.int32)
@@ -119,7 +119,7 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
 def _window_table(state: SchedulerState, places: np.ndarray, end: int) -> np.ndarray:
     """Return the block table of the windows of these places, as wide as the other one; [0, 0] without windows."""
     table = state.table.windows
-    return np.zeros((0, 0), np.int32) if table is None else table[:, : -(-end // state.config.block_size)][places]
+    return np.zeros((0, 0), np.int32) if table is None else table[:, : -(-end // state.config.block_tokens)][places]
 
 
 def _prompt_routes(rows: list[Row]) -> tuple[tuple[int, int], ...]:

@@ -181,7 +181,7 @@ class Scheduler:
         """Finish the next group with an error, if nothing runs and nothing can start."""
         seq, state = admission.next_sequence(self.state), self.state
         assert seq is not None
-        need = -(-seq.length // state.config.block_size)
+        need = -(-seq.length // state.config.block_tokens)
         reason = f"{need} KV blocks are needed to continue and cannot be freed from a pool of {state.store.device.size}"
         return state.finish_all(seq.state, "error", reason)
 
@@ -193,11 +193,11 @@ class Scheduler:
         state = self.state
         if group.id in state.groups:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
-        need = -(-(len(group.prompt) + group.sampling.max_tokens) // state.config.block_size)
+        need = -(-(len(group.prompt) + group.sampling.max_tokens) // state.config.block_tokens)
         if need > state.store.device.size:
             raise ValueError(
                 f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
-                f"{state.config.block_size} tokens, the pool has {state.store.device.size}; lower max_tokens or raise kv_tokens"
+                f"{state.config.block_tokens} tokens, the pool has {state.store.device.size}; lower max_tokens or raise kv_tokens"
             )
         queued = GroupState(Submission(group, client, state.submitted, seed, state.clock()), eos, stops)
         enough = group.sampling.finish_after

@@ -52,20 +52,20 @@ class SchedulerState:
         self.config, self.clock = config, clock
         self.counters, self.rates = Counters(), Rates()
         self.store = BlockStore(pools.device_blocks, pools.host_blocks, config.prefix_cache)
-        self.states = None if pools.slots is None else StateSlots(pools.slots, config.block_size, config.prefix_cache)
+        self.states = None if pools.slots is None else StateSlots(pools.slots, config.block_tokens, config.prefix_cache)
         """slots of recurrent state; None: the model has none"""
         self.windows = (
             None
             if pools.windows is None
-            else WindowBlocks(pools.windows, config.block_size, config.most_tokens, config.prefix_cache)
+            else WindowBlocks(pools.windows, config.block_tokens, config.most_tokens, config.prefix_cache)
         )
         """blocks of layers with a sliding window; None: all layers hold the KV of all tokens"""
-        self.tables = BlockTables(config.block_size, self.store, self.counters, self.states, self.windows)
+        self.tables = BlockTables(config.block_tokens, self.store, self.counters, self.states, self.windows)
         self.table = RunningTable(config.most_seqs, min(pools.max_blocks, pools.device_blocks), self.windows is not None)
         self.waiting = WaitingQueue()
         self.credit = ClientCredit(config.foreground_s)
         self.pinned = PinnedKV(self.tables)
-        self.conversations = ConversationIndex(config.block_size)
+        self.conversations = ConversationIndex(config.block_tokens)
         self.groups: dict[str, GroupState] = {}
         """the groups that are not finished, by id"""
         self.deadlines: Timers[GroupState] = Timers(lambda group: self.groups.get(group.group.id) is group)
@@ -164,7 +164,7 @@ class SchedulerState:
         self.waiting.remove(seq, served=True)
         seq.state.started = True
         for i, block in enumerate(seq.blocks):
-            self.store.activate(block, full=i < seq.cached // self.config.block_size)
+            self.store.activate(block, full=i < seq.cached // self.config.block_tokens)
         if self.windows is not None:
             self.windows.start(seq)
         self.table.enter(seq, least_run)
@@ -211,7 +211,7 @@ class SchedulerState:
             self.stop(seq)
         self.counters.forks += len(children) - 1
         self.counters.fork_saved_tokens += (len(children) - 1) * seq.num_prompt
-        self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.config.block_size)
+        self.counters.fork_shared_blocks += (len(children) - 1) * (seq.num_prompt // self.config.block_tokens)
         return children[: len(state.fresh)]
 
     def has_slot(self, seq: Sequence) -> bool:

@@ -42,7 +42,7 @@ def batch_of(
 
     context, count: of all rows, or [R] of each. table: [R, M] int32, with M blocks for the longest row. shared: as in
     `Batch`."""
-    rows, size = len(table), engine.config.block_size
+    rows, size = len(table), engine.config.block_tokens
     contexts, counts = np.broadcast_to(context, rows), np.broadcast_to(count, rows)
     assert table.shape[1] == -(-contexts.max() // size) and counts.min() >= 1 and (counts <= contexts).all()
     ids = np.random.default_rng(seed).integers(0, engine.model.vocab_size, (rows, counts.max()))

@@ -149,7 +149,7 @@ def check(options: BenchOptions, peers: Iterable[str], checkout: Path | None) ->
 def run_workload(name: str, setup: BenchSetup, peers: dict[str, str], report: Report) -> Row:
     """Run a workload, on its own and beside the peers and variants that the options name. Returns the summary."""
     options, summary = setup.options, Row()
-    workload = find(name).scaled(options.scale, setup.config().block_size, options.temperature)
+    workload = find(name).scaled(options.scale, setup.config().block_tokens, options.temperature)
     report.line(
         f"{workload.name}: {workload.prompts} × {workload.prompt_tokens} prompt tokens, n = {workload.n}, "
         f"{workload.new_tokens} new"

@@ -34,7 +34,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     model = load_module(setup.folder, dtype=getattr(torch, engine.dtype))
-    use_exact(model, None, engine.block_size, engine.threads)  # on some CPUs plain torch takes minutes per step in bf16
+    use_exact(model, None, engine.block_tokens, engine.threads)  # on some CPUs plain torch takes minutes per step in bf16
     masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
     adam = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0)
     length = setup.scaled(TOKENS, 16)

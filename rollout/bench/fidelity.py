@@ -45,7 +45,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 
     model = load(getattr(torch, engine.dtype))
     plain, together = score(model, rows), score(model, rows, BATCH)
-    use_exact(model, without_fp8(status["arithmetic"]), engine.block_size, engine.threads)
+    use_exact(model, without_fp8(status["arithmetic"]), engine.block_tokens, engine.threads)
     exact, truth = score(model, rows), score(load(torch.float32), rows)
     yield {
         "summary": True,

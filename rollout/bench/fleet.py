@@ -48,10 +48,10 @@ TINY_VOCAB = 259
 def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield the summary. Raises BenchFailed if a sample is lost."""
     engine, replicas = setup.config(), setup.options.replicas
-    workload = find("fanout").scaled(setup.scale, engine.block_size)
+    workload = find("fanout").scaled(setup.scale, engine.block_tokens)
     cores = len(os.sched_getaffinity(0))
     threads = engine.threads or max(1, cores // replicas)
-    served = msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_size), threads=threads)
+    served = msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_tokens), threads=threads)
     with ExitStack() as stack:
         whole = msgspec.structs.replace(served, threads=threads * replicas)
         one = stack.enter_context(connected(Config(engine=whole)))[1]

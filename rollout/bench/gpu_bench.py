@@ -148,7 +148,7 @@ class Bench:
     @property
     def block(self) -> int:
         """Return the tokens of a KV block."""
-        return self.settings().block_size
+        return self.settings().block_tokens
 
     def tokens_in_blocks(self, mixtures: Iterable[np.ndarray]) -> int:
         """Return the size of a KV pool for the contexts of any of these mixtures."""

@@ -204,7 +204,7 @@ def profile(bench: Bench) -> Rows:
     engine = bench.engine(kv_tokens=bench.tokens_in_blocks(mixtures.values()))
     fill(engine.worker.kv)
     for name, contexts in mixtures.items():
-        table = own_blocks(len(contexts), contexts, engine.config.block_size)
+        table = own_blocks(len(contexts), contexts, engine.config.block_tokens)
         batch = prepared(engine, batch_of(engine, table, contexts))
         forward_of(engine, batch)
         torch.cuda.synchronize()

@@ -53,7 +53,7 @@ def pool_tokens(bench: Bench) -> int:
 
 
 def forwards(bench: Bench, engine: Engine) -> Rows:
-    rows, size = bench.sizes.rows, engine.config.block_size
+    rows, size = bench.sizes.rows, engine.config.block_tokens
     fill(engine.worker.kv)
     for name, contexts in contexts_of(bench).items():
         batch = prepared(engine, batch_of(engine, own_blocks(rows, contexts, size), contexts))
@@ -176,7 +176,7 @@ def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, An
     engine = bench.engine(**options)
     fill(engine.worker.kv)
     for name, lengths in prompts.items():
-        table = own_blocks(len(lengths), lengths, engine.config.block_size)
+        table = own_blocks(len(lengths), lengths, engine.config.block_tokens)
         batch = prepared(engine, batch_of(engine, table, lengths, count=lengths))
         ms = median_ms(bench.device, partial(forward_of, engine, batch), bench.sizes.turns)
         yield {

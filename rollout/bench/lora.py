@@ -44,7 +44,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         arithmetic = client.info.arithmetic
     merged = model.merge_and_unload().eval()
     digest = digest_of_tensors(base_tensors(merged))
-    use_exact(merged, arithmetic, engine.block_size, engine.threads)
+    use_exact(merged, arithmetic, engine.block_tokens, engine.threads)
     rows = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
     service = np.concatenate([sample.logprobs for _, sample in rows]).astype(np.float64)
     yield {

@@ -78,7 +78,7 @@ def measure(
 
 
 def tight_engine(workload: Workload, engine: EngineConfig) -> EngineConfig:
-    return msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_size))
+    return msgspec.structs.replace(engine, kv_tokens=workload.kv_tokens(engine.block_tokens))
 
 
 def variants(
@@ -113,9 +113,9 @@ def peer_setup(workload: Workload, engine: EngineConfig) -> dict[str, Any]:
         "device": engine.device,
         "threads": engine.threads or len(os.sched_getaffinity(0)),
         "kv_tokens": engine.kv_tokens if workload.tight else None,
-        "block_size": engine.block_size,
+        "block_size": engine.block_tokens,
         "max_num_seqs": engine.most_seqs,
-        "context": workload.tokens + engine.block_size,
+        "context": workload.tokens + engine.block_tokens,
         "prompts": workload.prompts,
         "prompt_tokens": workload.prompt_tokens,
         "n": workload.n,
@@ -240,7 +240,7 @@ def summarise(workload: Workload, engine: EngineConfig, target: Target, runs: li
         "peak_rss_bytes": max(run["peak_rss_bytes"] for run in runs),
         **{name: getattr(workload, name) for name in ("prompts", "prompt_tokens", "n", "new_tokens")},
         "kv_tokens": engine.kv_tokens,
-        "kv_tokens_needed": workload.needed_kv_tokens(engine.block_size),
+        "kv_tokens_needed": workload.needed_kv_tokens(engine.block_tokens),
         **{name: getattr(engine, name) for name in ("model", "dtype", "threads")},
         **{name: target.status()[name] for name in ("attention", "arithmetic", "isa", "ranks")},
     }

@@ -39,7 +39,7 @@ SAMPLINGS = (
 def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per turn of each model, then the summary. Raises BenchFailed if a completion was not scored."""
     hide_progress_bars()
-    block = setup.config().block_size
+    block = setup.config().block_tokens
     tokens, sampled = setup.scaled(TOKENS, block), setup.scaled(SAMPLED, block)
     prompts = setup.text.slices(0, PROMPTS, PROMPT_TOKENS)
     completions = setup.text.slices(PROMPTS * PROMPT_TOKENS, PROMPTS * N, tokens)
@@ -79,7 +79,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 def open_engine(setup: BenchSetup, folder: Path, tokens: int) -> Engine:
     """Open an engine with KV for all completions at once."""
     config = setup.config(model=str(folder), prefix_cache=False, cpu_offload_gib=0)
-    room = PROMPTS * N * (PROMPT_TOKENS + tokens + 2 * config.block_size)
+    room = PROMPTS * N * (PROMPT_TOKENS + tokens + 2 * config.block_tokens)
     return Engine(msgspec.structs.replace(config, kv_tokens=room))
 
 

@@ -91,7 +91,7 @@ def measure_model(setup: BenchSetup) -> Iterator[Row]:
 
     hide_progress_bars()
     config = setup.config()
-    scaled = [shape.scaled(setup.scale, config.block_size) for shape in shapes(config.device)]
+    scaled = [shape.scaled(setup.scale, config.block_tokens) for shape in shapes(config.device)]
     with long_enough(setup.folder, max(shape.context for shape in scaled)) as (served, weights):
         model = open_model(msgspec.structs.replace(config, model=str(served)), device_of(config).memory)
         for shape in scaled:
@@ -102,7 +102,7 @@ def measure_model(setup: BenchSetup) -> Iterator[Row]:
 
 def measure(model: ModelLike, config: EngineConfig, shape: PrefixShape, repeat: int) -> Iterator[Row]:
     """Yield the rows of one shape and its summary: medians of `repeat` turns, at least LEAST_TURNS."""
-    size = config.block_size
+    size = config.block_tokens
     prefix_blocks, contexts = shape.lengths(size)
     block_bytes = model.geometry.kept_as(config.kv_dtype).bytes_per_token * size
     room = free_on(model.device) * SPARE
@@ -157,7 +157,7 @@ def tables(shape: PrefixShape, block_size: int, copies: bool) -> dict[str, np.nd
 
 def copy_prefixes(engine: Engine, shape: PrefixShape, own: np.ndarray) -> None:
     """Copy the KV of each group's first prefix to the other children's."""
-    data, (prefixes, _) = engine.worker.kv.data, shape.lengths(engine.config.block_size)
+    data, (prefixes, _) = engine.worker.kv.data, shape.lengths(engine.config.block_tokens)
     for row, blocks in enumerate(prefixes.repeat(shape.children).tolist()):
         first = row - row % shape.children
         if row != first:
@@ -205,7 +205,7 @@ def figures(
 def bytes_per_child(engine: Engine, context: int) -> dict[str, float]:
     """Return the bytes of the KV blocks that a child of so many tokens holds, shared ones included, and the fraction of those
     that it would hold if windows freed none."""
-    kv, windows, size = engine.worker.kv, engine.worker.pools.windows, engine.config.block_size
+    kv, windows, size = engine.worker.kv, engine.worker.pools.windows, engine.config.block_tokens
     blocks, window, behind = -(-context // size), 0, 0
     if kv.window is not None and windows is not None:
         window, behind = kv.window.block_bytes, max(0, context - windows.tokens) // size

@@ -71,7 +71,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     ids = [row.tolist() for row in setup.text.slices(0, ROWS, setup.scaled(TOKENS, 8))]
     engine = setup.config()
     for isa, limits in emulated().items():
-        step = TrainingStep(engine.model, isa, engine.dtype, engine.block_size, engine.threads, setup.repeat, ids)
+        step = TrainingStep(engine.model, isa, engine.dtype, engine.block_tokens, engine.threads, setup.repeat, ids)
         for row in run_apart(step, limits):
             yield row | {"environment": limits} if "summary" in row else row
 

@@ -52,7 +52,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     weights = stored_weights(setup.folder)
     prompt, tool, new = (setup.scaled(tokens, 8) for tokens in (PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS))
     sizes = TurnSizes(prompt, tool, new, setup.text)
-    longest = prompt + TURNS * (tool + new) + 2 * setup.config().block_size
+    longest = prompt + TURNS * (tool + new) + 2 * setup.config().block_tokens
     # without drafts, all conversations are at the same token when the refresh comes
     engine = setup.config(kv_tokens=4 * CONVERSATIONS * longest, cpu_offload_gib=0, drafts=0)
     rows: dict[str, list[Row]] = {}

@@ -194,7 +194,7 @@ def lies_of(kind: str, honest: list[list[Sample]], instead: list[list[Sample]], 
 def cost_rows(setup: BenchSetup) -> Iterator[tuple[str, Row]]:
     """Yield the seconds of prefill and of verification for each turn, for the model of the options and for one with a larger
     vocabulary."""
-    tokens = setup.scaled(score.TOKENS, setup.config().block_size)
+    tokens = setup.scaled(score.TOKENS, setup.config().block_tokens)
     prompts = setup.text.slices(0, score.PROMPTS, score.PROMPT_TOKENS)
     engine = score.open_engine(setup, setup.folder, tokens)
     for row in in_turn(engine, prompts, tokens, setup.repeat):

@@ -660,7 +660,7 @@ def test_samples_go_on_over_a_refresh(kv: str, lag: int, prefix_cache: bool) -> 
 def test_recompute_prefills_each_prefix_once() -> None:
     """64 running samples of 4 groups: prefilled again are 4 prompts and 64 suffixes, in chunks between decode steps."""
     engine = tiny_engine(kv_tokens=16_384, max_num_seqs=64)
-    size = engine.config.block_size
+    size = engine.config.block_tokens
     prompts = np.random.default_rng(2).integers(3, 199, (4, 12 * size)).astype(np.int32)
     for i, prompt in enumerate(prompts):
         engine.submit(ask(f"g{i}", prompt, n=16, max_tokens=60, seed=i, temperature=2.0))

@@ -63,7 +63,7 @@ def test_exact_mixtures_are_the_same_alone_and_in_a_trainer(name: str, dtype: st
         for key, sample in run(made, [each]).items():
             assert_same({key: sample}, {key: many[key]})
     trainer = build(name, getattr(torch, dtype)).to(DEVICE)
-    use_exact(trainer, made.arithmetic, block_size=made.config.block_size)
+    use_exact(trainer, made.arithmetic, block_size=made.config.block_tokens)
     prompts = {each.id: each.prompt for each in crowd()}
     with torch.no_grad():
         found = sample_logprobs(trainer, [(np.asarray(prompts[key[0]]), sample.token_ids) for key, sample in many.items()])

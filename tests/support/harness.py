@@ -175,7 +175,7 @@ class Harness:
         self.inputs: list[tuple[list[int], int]] = []
         """of each row of the newest step: its tokens, and the version of the weights"""
         self.snapshots: dict[bytes, list[Cell | None]] = {}
-        size = self.config.block_size
+        size = self.config.block_tokens
         self.device: list[list[Cell | None]] = [[None] * size for _ in range(device_blocks)]
         self.host: list[list[Cell | None]] = [[None] * size for _ in range(host_blocks)]
         self.windows, pools_of_windows = windows, (windows.device, windows.host) if windows else (0, 0)
@@ -365,7 +365,7 @@ class Harness:
         return done
 
     def compute(self, plan: Plan) -> SampledTokens:
-        size, version = self.config.block_size, self.scheduler.state.version
+        size, version = self.config.block_tokens, self.scheduler.state.version
         assert plan.num_tokens <= self.config.most_tokens and plan.num_rows <= self.config.most_seqs
         sequences = self.scheduler.sequences_of(plan)
         starts, ends, tables = plan.starts.tolist(), (plan.starts + plan.counts).tolist(), plan.block_table.tolist()
@@ -421,7 +421,7 @@ class Harness:
         blocks."""
         if self.windows is None:
             return
-        size, tables = self.config.block_size, zip(plan.block_table.tolist(), plan.window_table.tolist(), strict=True)
+        size, tables = self.config.block_tokens, zip(plan.block_table.tolist(), plan.window_table.tolist(), strict=True)
         starts, ends = plan.starts.tolist(), (plan.starts + plan.counts).tolist()
         for seq, start, end, (full, window) in zip(self.scheduler.sequences_of(plan), starts, ends, tables, strict=True):
             columns = [0] * seq.window_first + [block.device for block in seq.window]
@@ -445,7 +445,7 @@ class Harness:
         readers, slots = Counter(reads), zip(reads, writes, strict=True)
         assert all(readers[to] == (came == to) for came, to in slots if to >= 0), "a slot is written and read"
         before = [self.states[slot][0] if slot >= 0 else None for slot in reads]
-        left, size, self.inputs = iter(ids), self.config.block_size, []
+        left, size, self.inputs = iter(ids), self.config.block_tokens, []
         rows = zip(before, writes, plan.starts.tolist(), plan.counts.tolist(), plan.block_table.tolist(), strict=True)
         for state, slot, start, count, table in rows if len(writes) else ():
             kv = self.device[table[(start - 1) // size]][(start - 1) % size] if start else None
@@ -492,7 +492,7 @@ class Harness:
             assert block is not None and key == block.key
             assert block.device is None or self.window_device[block.device] == self.stamped[key]
             assert block.host is None or self.window_host[block.host] == self.stamped[key]
-        size = self.config.block_size
+        size = self.config.block_tokens
         newest = {row.seq: row.count for rows in state.in_flight.values() for row in rows}
         for seq in [*state.running, *state.waiting, *state.pinned]:
             assert self.windows is not None

@@ -31,10 +31,10 @@ def check(scheduler: Scheduler) -> None:
             assert seq.length == seq.num_prompt + len(seq.output) + seq.pending
             assert (seq.pending_draw is not None) == bool(seq.pending)
             assert seq.last_token == [*group.group.prompt[-1:].tolist(), *seq.output[-1:]][-1]
-            assert seq.cached <= seq.length and len(seq.blocks) == -(-seq.cached // state.config.block_size)
+            assert seq.cached <= seq.length and len(seq.blocks) == -(-seq.cached // state.config.block_tokens)
     for seq in state.pinned:
         owners.update(seq.blocks)
-        assert seq.ended and not seq.running and len(seq.blocks) == -(-seq.cached // state.config.block_size)
+        assert seq.ended and not seq.running and len(seq.blocks) == -(-seq.cached // state.config.block_tokens)
     assert state.pinned.blocks == Counter(block for seq in state.pinned for block in (*seq.blocks, *seq.window))
     assert len(running) + len(waiting) == sum(len(group.sequences) for group in state.groups.values())
     check_table(state.table)

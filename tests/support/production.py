@@ -16,7 +16,7 @@ from rollout.engine.forward.attention import Scores
 from rollout.engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK = EngineConfig(device="cuda").block_size
+BLOCK = EngineConfig(device="cuda").block_tokens
 REPEATS = int(os.environ.get("REPEATS", 50 if DEVICE == "cuda" else 2))
 """times that a step is computed; under compute-sanitizer each takes seconds"""
 

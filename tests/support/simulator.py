@@ -132,7 +132,7 @@ def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_bl
     now, ends = 0.0, list[float]()
     scheduler = Scheduler(
         config,
-        PoolCounts(device_blocks, host_blocks, max_blocks=work.longest_blocks(config.block_size)),
+        PoolCounts(device_blocks, host_blocks, max_blocks=work.longest_blocks(config.block_tokens)),
         clock=lambda: now,
     )
     counters, rates = scheduler.state.counters, scheduler.state.rates
@@ -144,7 +144,7 @@ def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_bl
         plan = scheduler.plan()
         assert plan is not None
         scheduler.state.store.moved()
-        now += costs.of(plan, config.block_size)
+        now += costs.of(plan, config.block_tokens)
         if not plan.num_rows:
             raise RuntimeError("the scheduler is stuck: nothing runs and nothing can start")
         scheduler.launched(plan)
