@@ -82,7 +82,7 @@ CASES = {
 def test_right_or_refused(case: str) -> None:
     """What was served wrong once, or broke in a way that said nothing; an empty last column means right."""
     name, dtype, overrides, refusal = CASES[case]
-    found = outcome(build(name, dtype, **overrides), name, ["roomy"])
+    found = outcome(build(name, dtype, **overrides), name, ["in a large pool"])
     assert found.kind == ("refused" if refusal else "right"), found
     assert refusal in found.says
 
@@ -136,7 +136,7 @@ def test_a_crash_and_a_hang_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_sweep_sees_a_model_that_is_served_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its negative control: without the judge, a window that only the mask knows is served, and wrong."""
     monkeypatch.setattr(worker, "check_model", lambda *_: None)
-    assert outcome(build("phimoe"), "phimoe", ["roomy"]).kind == "wrong"
+    assert outcome(build("phimoe"), "phimoe", ["in a large pool"]).kind == "wrong"
 
 
 def test_the_sweep_sees_a_setting_in_which_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
