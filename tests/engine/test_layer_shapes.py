@@ -67,9 +67,12 @@ def test_layers_lie_beside_each_other_and_fill_the_block(kv_dtype: Any) -> None:
 
 
 def test_fp8_scales_of_a_narrow_layer_would_not_be_aligned() -> None:
-    geometry = KVGeometry.of([LayerShape(1, 8, 8), LayerShape(1, 3, 3)], BF16).kept_as("fp8_e4m3")
+    geometry = KVGeometry.of([LayerShape(1, 8, 8), LayerShape(1, 2, 4)], BF16).kept_as("fp8_e4m3")
     with pytest.raises(ValueError, match="a layer of a block has 6 numbers"):
         PagedKV(geometry, PoolSizes(1, 2, 0), HostMemory())
+    odd = KVGeometry.of([LayerShape(1, 3, 4)], BF16).kept_as("fp8_e4m3")
+    with pytest.raises(ValueError, match="heads of 3 and 4 numbers: both must be even"):
+        PagedKV(odd, PoolSizes(16, 2, 0), HostMemory())
 
 
 def test_the_kernel_refuses_a_layer_of_another_shape() -> None:
