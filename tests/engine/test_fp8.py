@@ -181,7 +181,9 @@ def test_without_it_nothing_changes() -> None:
 
 
 def test_who_cannot_read_it_says_so() -> None:
-    with pytest.raises(ValueError, match='attention="native": the kernel reads KV .* not in fp8_e4m3; attention="auto" selects'):
+    with pytest.raises(
+        ValueError, match='attention="native": the kernel reads KV .* not in fp8_e4m3; attention="auto" selects'
+    ):
         tiny_engine(**KEPT, attention="native")
     with pytest.raises(ValueError, match="kv_dtype='fp8_e5m2': must be one of auto, fp8_e4m3"):
         EngineConfig(kv_dtype="fp8_e5m2")  # type: ignore[arg-type]

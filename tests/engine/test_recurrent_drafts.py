@@ -298,7 +298,9 @@ def test_steps_without_drafts_do_not_pay_for_those_with() -> None:
 
 def test_without_kernels_drafts_are_refused_by_name() -> None:
     made = build("lfm2")
-    with pytest.raises(ValueError, match=r"drafts=4: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state"):
+    with pytest.raises(
+        ValueError, match=r"drafts=4: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state"
+    ):
         engine_of(made, drafts=4, isa="torch")
     engine = Engine(EngineConfig(dtype="float32", isa="torch", **ROOMY), Model(made, "lfm2"))
     assert engine.config.drafts == 0

@@ -137,7 +137,9 @@ def test_a_group_is_made_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> No
     """What the service has checked is what the engine gets, under the engine's name."""
     made: list[Group] = []
     given: list[Group] = []
-    monkeypatch.setattr("rollout.service.validation.Group", lambda *fields, **more: made.append(Group(*fields, **more)) or made[-1])
+    monkeypatch.setattr(
+        "rollout.service.validation.Group", lambda *fields, **more: made.append(Group(*fields, **more)) or made[-1]
+    )
     bench = Bench()
     monkeypatch.setattr(bench.engine, "submit", lambda group, client: given.append(group))
     bench.client().send(submit("a", [5]), submit("b", [6]))

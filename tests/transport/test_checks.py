@@ -135,10 +135,10 @@ def test_what_nobody_can_have_asked_for_is_named(lie: Sample, sampling: dict[str
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        (sample(10, 12, 13, 14), "token_ids that do not go on"),
-        (sample(10, finish_reason="aborted"), "token_ids that do not go on"),
-        (sample(finish_reason="aborted", **NOTHING), "token_ids that do not go on"),
-        (sample(weight_versions=[(0, 9), (2, 3)]), "logprobs that do not go on"),
+        (sample(10, 12, 13, 14), "token_ids that do not begin"),
+        (sample(10, finish_reason="aborted"), "token_ids that do not begin"),
+        (sample(finish_reason="aborted", **NOTHING), "token_ids that do not begin"),
+        (sample(weight_versions=[(0, 9), (2, 3)]), "logprobs that do not begin"),
         (REPLACE(GOES_ON, weight_versions=[(0, 3)]), "of the partial sample, then others"),
         (REPLACE(GOES_ON, logprobs=floats(math.nan, 3, math.nan, -1)), "logprobs with nan"),
         (REPLACE(GOES_ON, weight_versions=[(0, 9), (2, 2)]), "ascend from 3"),
