@@ -193,11 +193,12 @@ class Scheduler:
         state = self.state
         if group.id in state.groups:
             raise ValueError(f"group id {group.id!r} is in use by a group that is not finished; choose another")
-        need = -(-(len(group.prompt) + group.sampling.max_tokens) // state.config.block_tokens)
+        size = state.config.block_tokens
+        need = -(-(len(group.prompt) + group.sampling.max_tokens) // size)
         if need > state.store.device.size:
             raise ValueError(
                 f"prompt of {len(group.prompt)} + max_tokens {group.sampling.max_tokens} need {need} KV blocks of "
-                f"{state.config.block_tokens} tokens, the pool has {state.store.device.size}; lower max_tokens or raise kv_tokens"
+                f"{size} tokens, the pool has {state.store.device.size}; lower max_tokens or raise kv_tokens"
             )
         queued = GroupState(Submission(group, client, state.submitted, seed, state.clock()), eos, stops)
         enough = group.sampling.finish_after
