@@ -24,6 +24,7 @@ from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.tensors import InvalidWeights
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.ranks import bits, ranked_engine, ranks_in_threads, saved
+from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny
 from tests.support.toy import group, run
 
@@ -120,6 +121,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(engines: dict[int, Engine]
     assert len({engine.arithmetic for engine in engines.values()}) == 1
 
 
+@torchs_log_softmax
 def test_a_trainer_has_the_bits_of_two_ranks(engines: dict[int, Engine]) -> None:
     engine = engines[2]
     dtype = engine.model.geometry.dtype
