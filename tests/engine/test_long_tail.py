@@ -197,9 +197,11 @@ def resumed(engine: Engine, asked: Group, sample: Sample) -> Sample:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_stopped_and_resumed_elsewhere(dtype: str) -> None:
     engines = Engines(dtype=dtype)
-    for seed in range(6):
+    for seed in range(24):  # six, and more where slow steps make drafts rare
+        if seed >= 6 and engines.accepted > 10:
+            break
         stopped_and_resumed(random.Random(seed), engines)
-    assert engines.accepted > 0, "how often drafts are tried depends on the seconds of steps"
+    assert engines.accepted > 10
 
 
 @pytest.mark.long
