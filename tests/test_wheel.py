@@ -92,7 +92,8 @@ while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
 KERNELS = "from rollout.engine.cpu.build import installed_kernels; print(*installed_kernels())"
-KNOWN = list(ISAS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+X86 = platform.machine() in ("x86_64", "AMD64")
+USUAL = [isa for isa in ISAS if isa != "plain"] if X86 else ["plain"]
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +139,10 @@ def kernels_of(tree: Path, cwd: Path) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.skipif(len(KNOWN) == 1, reason="plain C only on this architecture")
+@pytest.mark.skipif(not X86, reason="plain C only on this architecture")
 def test_a_wheel_lacks_no_kernels_unless_that_is_asked_for(sources: Path, old_compiler: str, tmp_path: Path) -> None:
     done = built(sources, tmp_path / "all", CC=old_compiler)
-    others = [name for name in KNOWN if name != "amx"]
+    others = [name for name in USUAL if name != "amx"]
     assert done.returncode == 1 and "unrecognized command-line option" in done.stderr, done.stderr[-3000:]
     advice = f"no kernels for amx: ROLLOUT_KERNELS={','.join(others)} builds a wheel without them\n"
     assert done.stderr.endswith(advice), done.stderr[-300:]
@@ -266,11 +267,11 @@ def test_without_a_compiler_an_installed_wheel_runs_natively(wheel: Path, instal
     assert wheel.name.split("-")[2:4] == ["py3", "none"] and os.uname().machine in wheel.name
     told = run(installed, tmp_path)
     assert str(installed) in str(told["package"]) and told["samples"] == 2 and told["attention"] == "native"
-    assert told["isa"] in ISAS and not (tmp_path / "native").exists(), "nothing was compiled"
+    assert told["isa"] in USUAL and not (tmp_path / "native").exists(), "nothing was compiled"
     paths = told["paths"]
     assert isinstance(paths, dict)
     for isa, path in paths.items():
-        assert ("/engine/cpu/lib/kernels-" in path) == (isa in ISAS), path
+        assert ("/engine/cpu/lib/kernels-" in path) == (isa in USUAL), path
 
     done = python_in(Path(), MODULES, cwd=tmp_path, python=installed / "bin" / "python")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -335,7 +336,7 @@ def test_the_client_is_small_and_has_no_torch(client_level: Path, tmp_path: Path
     bytes_of = {path: path.stat().st_size for path in packages.rglob("*") if path.is_file()}
     tools = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
     ours = {path: size for path, size in bytes_of.items() if path.relative_to(packages).parts[0].split("-")[0] not in tools}
-    assert 20e6 < sum(ours.values()) <= 102e6, sum(ours.values())
+    assert 20e6 < sum(ours.values()) <= 100e6, sum(ours.values())
     assert not (packages / "torch").exists() and (packages / "numpy").exists()
 
     done = in_client(client_level, tmp_path, "python", "-c", NAMES, "rollout", "rollout.client")
