@@ -3,11 +3,11 @@
 Folders: `engine/`, `transport/` and `recipes/` are the packages `rollout.engine`, `rollout.transport` and `rollout.recipes`.
 What only measures (`rollout/bench`) stays in the sources.
 
-Kernels: one library for each instruction set of this architecture (`rollout.engine.cpu.isa`), compiled at once. On x86-64 plain C
-is left out: it takes 0.8 MB, and only CPUs without AVX2 run it. If a library cannot be compiled, the build fails: a wheel without
-it has the same name, and is slower on some machines. ROLLOUT_KERNELS lists the sets that a wheel has instead, e.g. avx2,plain;
-none: no libraries, and the wheel is for any platform, as where there is no compiler. What a wheel has is read from the files'
-names (`rollout.engine.cpu.build.installed_kernels`)."""
+Kernels: one library for each instruction set of this architecture (`rollout.engine.cpu.isa`), compiled at once. On x86-64 plain
+C is left out: it takes 0.8 MB, and only CPUs without AVX2 run it. If a library cannot be compiled, the build fails: a wheel
+without it has the same name, and is slower on some machines. ROLLOUT_KERNELS lists the sets that a wheel has instead, e.g.
+avx2,plain; none: no libraries, and the wheel is for any platform, as where there is no compiler. What a wheel has is read from
+the files' names (`rollout.engine.cpu.build.installed_kernels`)."""
 
 from __future__ import annotations
 

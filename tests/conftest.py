@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 
 gc.disable()  # until tests are collected: what is imported stays, and looking through it for garbage takes a third of that time
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does; read when torch is loaded
@@ -54,9 +55,18 @@ NIGHTLY = ("test_bench_", "test_bench.", "test_against.")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.path.name.startswith(NIGHTLY):
             item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("some") and not item.get_closest_marker("long"):
+            cases.setdefault((item.path, item.name.split("[")[0]), []).append(item)
+    for (_, name), each in cases.items():
+        count = each[0].get_closest_marker("some").args[0]  # type: ignore[union-attr]
+        daily = random.Random(name).sample(range(len(each)), count)  # evenly spaced, it would miss every second value
+        for i, item in enumerate(each):
+            if i not in daily:
+                item.add_marker(pytest.mark.long)
     # first, and so in one process of several: each process that has some starts a service
     items.sort(key=lambda item: "tiny_service" not in getattr(item, "fixturenames", ()))
 
@@ -73,9 +83,16 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture
-def loads_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines skip most of what they compare at load, which takes longer than most tests. It has tests of its own
-    (tests/engine/test_models.py, test_cpu_judge.py)."""
+def loads_in_full() -> None:
+    """Engines of this test compare at load all that they compare in a service."""
+
+
+@pytest.fixture(autouse=True)
+def loads_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process skip most of what they compare at load, which takes longer than most tests. Tests of these
+    comparisons use `loads_in_full` (tests/engine/test_models.py, test_cpu_judge.py, …)."""
+    if "loads_in_full" in request.fixturenames:
+        return
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)
     monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33, 130))
 

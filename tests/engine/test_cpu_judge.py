@@ -21,6 +21,8 @@ from tests.support.families import build
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import run
 
+pytestmark = pytest.mark.usefixtures("loads_in_full")
+
 BEST = choose().isa
 native = pytest.mark.skipif(BEST == "torch", reason="no native kernels on this machine")
 

@@ -18,8 +18,6 @@ from tests.support.equivalence import CLASSES, MIXED, ROOMY, Samples, assert_sam
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 Canonical = tuple[dict[str, str], Samples]
 """options of the engine, and what `groups` become"""
 OURS = [{"dtype": "float32", "attention": "native"}, {"dtype": "bfloat16", "attention": "native"}]
@@ -62,6 +60,7 @@ def canonical(request: pytest.FixtureRequest) -> Canonical:
     return request.param, whole(*request.param.items())
 
 
+@pytest.mark.some(20)
 @pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize(("canonical", "name"), [*classes()], indirect=["canonical"])
 def test_class(name: str, canonical: Canonical) -> None:

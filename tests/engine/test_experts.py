@@ -53,6 +53,7 @@ MIXES = 200
 pytestmark = pytest.mark.skipif(bool(isa.lacking("avx2")), reason="no kernels for this CPU")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_bits_do_not_depend_on_what_else_runs(name: str) -> None:
     assert_same_everywhere(build(name, torch.bfloat16), asked((61, 40, 7)))

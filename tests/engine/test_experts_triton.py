@@ -99,6 +99,7 @@ def of(name: str, dtype: torch.dtype = FP32) -> tuple[Any, Any]:
     return ours.requires_grad_(False), plain.requires_grad_(False)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_uneven_and_single_experts(name: str, kind: str) -> None:

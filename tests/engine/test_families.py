@@ -28,6 +28,8 @@ from tests.support.families import (
 )
 from tests.support.models_page import DTYPES, counts, read
 
+pytestmark = pytest.mark.usefixtures("loads_in_full")
+
 FP32, BF16 = torch.float32, torch.bfloat16
 LLAMA4 = {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4}
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40,
@@ -78,6 +80,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("case", CASES)
 def test_right_or_refused(case: str) -> None:
     """What was served wrong once, or broke in a way that said nothing; an empty last column means right."""

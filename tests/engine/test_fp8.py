@@ -24,6 +24,8 @@ from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
+pytestmark = pytest.mark.usefixtures("loads_in_full")
+
 GEOMETRY = KVGeometry(3, 4, 24, torch.bfloat16, 12, fp8=True)
 KEPT: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "dtype": "bfloat16"}
 

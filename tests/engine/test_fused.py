@@ -26,6 +26,8 @@ from tests.support.cuda_launches import launches_per_layer  # noqa: E402
 from tests.support.tiny import plain_logprobs, tiny  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("loads_in_full")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -14,8 +14,6 @@ from rollout.engine.types import PartialSample, Sample, TokenColumns
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 PROMPT = [*range(5, 16)]
 
 

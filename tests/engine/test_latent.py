@@ -42,6 +42,7 @@ def latent_engine(name: str = "deepseek_v3", dtype: torch.dtype = BF16, model: A
     return tiny_engine(model=module, dtype=str(dtype).removeprefix("torch."), latent_kv=True, **config)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_are_those_of_the_plain_forward(name: str) -> None:
     engine = latent_engine(name, torch.float32, cpu_offload_gib=0.01)
@@ -80,6 +81,7 @@ def canonical() -> dict[tuple[str, int], Sample]:
 SHORT = ("small chunks", "preemptions by recompute", "offload", "overlapped, offload")
 
 
+@pytest.mark.some(2)
 @native
 @pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in SHORT else pytest.mark.long) for each in CLASSES])

@@ -24,8 +24,6 @@ from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, engine, group, run, toy_logits
 from tests.support.toy_batch import one_draw
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 RULES: list[dict[str, Any]] = [
     {"logit_bias": {3: 5.0, 4: -100.0}},
     {"allowed_token_ids": (2, 5, 7, 11)},
@@ -192,6 +190,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("rule", RULES, ids=ids)
 @pytest.mark.parametrize("way", WAYS)
 def test_children_are_what_they_are_by_hand(way: str, rule: dict[str, Any]) -> None:

@@ -19,8 +19,6 @@ from tests.support.broken_commit import fail_commit
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 Named = dict[str, torch.Tensor]

@@ -22,6 +22,8 @@ from tests.support.equipped import equip
 from tests.support.tiny import MODELS, plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 
+pytestmark = pytest.mark.usefixtures("loads_in_full")
+
 
 def prompts(lengths: tuple[int, ...] = (1, 5, 16, 40), n: int = 3, **sampling: object) -> list:
     r = np.random.default_rng(0)
@@ -29,6 +31,7 @@ def prompts(lengths: tuple[int, ...] = (1, 5, 16, 40), n: int = 3, **sampling: o
     return [group(f"g{i}", r.integers(3, 199, length), seed=i, **options) for i, length in enumerate(lengths)]
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_logprobs_equal_a_plain_forward(name: str, block_size: int) -> None:

@@ -75,12 +75,14 @@ def check(name: str, each: Group, samples: dict[tuple[str, int], Sample]) -> Non
         np.testing.assert_allclose(sample.logprobs, want, atol=BOUND, rtol=0)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_with_their_published_patterns(name: str) -> None:
     found = outcome(build(name), name, ["in a large pool"])
     assert found.kind == "right", found
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_samples_are_those_of_the_plain_forward(setting: str, name: str) -> None:
@@ -95,6 +97,7 @@ def test_samples_are_those_of_the_plain_forward(setting: str, name: str) -> None
     assert moved.get(setting, 1) > 0
 
 
+@pytest.mark.usefixtures("loads_in_full")
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_forgotten_state_is_noticed_at_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the self-check."""

@@ -21,8 +21,6 @@ from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
 from tests.support.toy import group, run
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 Samples = dict[tuple[str, int], Sample]
 OPTIONS: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -86,6 +84,7 @@ def assert_scored(want: Samples, got: Samples) -> None:
             )
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scores_are_what_generation_gave(name: str, dtype: str) -> None:

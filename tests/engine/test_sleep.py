@@ -18,8 +18,6 @@ from tests.support.naps import groups, run_with_naps
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 CPU = torch.device("cpu")
 
 

@@ -38,7 +38,6 @@ def engine_of(module: PreTrainedModel, dtype: str) -> Engine:
     return Engine(config, Model(copy.deepcopy(module), "smollm2"))
 
 
-@pytest.mark.usefixtures("loads_quickly")
 def test_greedy_equals_generate(smollm2: Path) -> None:
     """fp32: token for token what `generate` makes, one prompt after the other; here all at once."""
     module = load_model(str(smollm2), torch.float32, HostMemory())

@@ -252,7 +252,7 @@ def test_options_and_models_that_ranks_do_not_support_are_refused(tmp_path: Path
 )
 def test_a_rank_that_is_killed_or_hangs_ends_the_replica(tmp_path: Path, number: int, reason: str) -> None:
     """In processes, as they are served; no process is left."""
-    with closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32", tp_timeout_s=1.0)) as engine:
+    with closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32", tp_timeout_s=5.0)) as engine:
         want = run(engine, [group("a", range(3, 9), n=2)])
         assert len(want) == 2
         _, other = (each["pid"] for each in engine.status()["ranks"])

@@ -25,8 +25,6 @@ from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 from tests.support.watermark import MIXED, check_marks, token_of, watermark_engine, weights_of
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 Pushed = dict[str, torch.Tensor]
 
 
@@ -378,6 +376,7 @@ def test_a_source_that_fails_fails_the_staging() -> None:
 # ── commit and undo ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("k", [0, 1, 9, 20])
 def test_a_failure_at_tensor_k_is_undone(k: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:

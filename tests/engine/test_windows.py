@@ -34,7 +34,6 @@ from tests.support.samebits import (
 from tests.support.tiny import plain_logprobs
 from tests.support.toy import group, run
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
 WIDTH = 12
 """tokens of a window in the tiny models"""
 SOME, ALL = ["gemma3_text", "gemma4_text", "gpt_oss"], ["mistral"]
@@ -86,6 +85,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("name", "setting"), cases())
 def test_samples_are_those_of_the_plain_forward(name: str, setting: str) -> None:
     engine, groups = in_fp32(name, **SETTINGS[setting]), some_groups()

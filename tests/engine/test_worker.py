@@ -136,6 +136,7 @@ def random_schedule(pair: Pair, seed: int) -> None:
     assert engine.counters.failed_steps == 0 == engine.counters.failed_moves, "see the log"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_replica_that_is_sent_every_plan_has_the_same_bits(seed: int, overlap: bool) -> None:

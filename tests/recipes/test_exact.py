@@ -59,6 +59,7 @@ def logprobs(model: PreTrainedModel, samples: list[Sample], **extra: torch.Tenso
     return torch.cat([every[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "granite_swa", "deepseek_v2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_trainer_has_the_service_s_logprobs(name: str, dtype: str) -> None:
@@ -78,6 +79,7 @@ def test_another_attention_would_be_noticed() -> None:
     assert not torch.equal(logprobs(model, samples, position_ids=positions), served)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "granite_swa", "deepseek_v2"])
 def test_the_gradient_is_that_of_plain_attention(name: str) -> None:
     samples = rollouts(name, "float32")

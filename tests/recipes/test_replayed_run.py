@@ -64,7 +64,7 @@ def run_of(path: Path, checkpoints: Path, **options: Any) -> ledger.RecordedRun:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_each_step_is_equal_to_the_bit(partial: bool, tmp_path: Path, loads_quickly: None) -> None:
+def test_each_step_is_equal_to_the_bit(partial: bool, tmp_path: Path) -> None:
     """partial: children are cut, and others continue them under the next weights."""
     run = run_of(tmp_path / "run.ledger", tmp_path / "weights", partial=partial)
     tiny("llama").save_pretrained(tmp_path / "weights" / "0")
@@ -86,7 +86,7 @@ def test_each_step_is_equal_to_the_bit(partial: bool, tmp_path: Path, loads_quic
             assert {result.equal for result in results} == {True}, [result.why for result in results]
 
 
-def test_two_runs_have_equal_arguments_until_time_differs(tmp_path: Path, loads_quickly: None) -> None:
+def test_two_runs_have_equal_arguments_until_time_differs(tmp_path: Path) -> None:
     """When a refresh meets running children is a matter of time, and nothing else is: bisect says so, or that all is equal."""
     runs = [run_of(tmp_path / f"{name}.ledger", tmp_path / name) for name in "ab"]
     difference = bisect(*runs)

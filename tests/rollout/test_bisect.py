@@ -219,7 +219,7 @@ def test_equal_runs(kind: type[Run], tmp_path: Path) -> None:
     assert found(tmp_path, kind, kind) is None
 
 
-def test_a_tensor_in_another_dtype(tmp_path: Path, loads_quickly: None) -> None:
+def test_a_tensor_in_another_dtype(tmp_path: Path) -> None:
     """A service that computes in bfloat16: its weights have other names for their numbers."""
     runs = []
     for dtype in ("float32", "bfloat16"):

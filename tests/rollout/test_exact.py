@@ -89,6 +89,7 @@ def tree(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     return torch.cat([tree_logprobs(model, prompt, group, 1.0) for prompt, group in zip(PROMPTS, groups, strict=True)])
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "sizes"), FAMILIES)
 def test_max_difference_is_zero(name: str, sizes: dict[str, Any], dtype: str, isa: str) -> None:
@@ -168,6 +169,7 @@ def test_temperature() -> None:
         )
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("way", [padded, packed, tree])
 def test_the_gradient_is_the_plain_one(name: str, way: Any, isa: str) -> None:

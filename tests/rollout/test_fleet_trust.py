@@ -44,8 +44,6 @@ from tests.support.fleet import (
 from tests.support.hash_engine import expected, manifest_of, weights_of
 from tests.support.tiny import tiny, tiny_engine
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 REPLACE = msgspec.structs.replace
 Change = Callable[[Sample], Sample]
 ALL = Verification(1.0)

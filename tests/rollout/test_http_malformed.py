@@ -182,6 +182,7 @@ def test_a_malformed_body_is_no_failure_of_the_gateway(http: httpx.Client, case:
     refused_or_served(http.post(path, content=written(body)))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("method", "path", "name"), QUERIES)
 def test_a_malformed_query_is_no_failure_of_the_gateway(http: httpx.Client, method: str, path: str, name: str) -> None:
     for value in ("", "x", "\0", "1" * 10_000, "true", "-1", "\U0001f389", "weights"):
@@ -189,6 +190,7 @@ def test_a_malformed_query_is_no_failure_of_the_gateway(http: httpx.Client, meth
         refused_or_served(http.request(method, path, params={name: value, "self": "1"}))
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b"\xff\xfe", b'"\\ud800"', *NESTED.values(), b"{}" * 3, b"null"])
 def test_what_is_no_json_is_no_failure_of_the_gateway(http: httpx.Client, content: bytes) -> None:
     for path in sorted({path for path, _ in BODIES}):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from rollout.client import RolloutClient
@@ -14,7 +13,6 @@ from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
 WAIT = 60.0
 PROMPT = np.array([5, 9, 11, 42, 7, 7, 3, 120, 60, 17, 4], np.int32)
 

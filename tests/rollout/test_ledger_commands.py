@@ -31,8 +31,6 @@ from rollout.ledger.writer import LedgerWriter
 from tests.support.waiting import until
 from tests.support.wire import serving
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 WAIT = 60.0
 ROLLOUT = [sys.executable, "-m", "rollout"]
 SAMPLING = Sampling(n=3, max_tokens=16, seed=5, ignore_eos=True)

@@ -24,8 +24,6 @@ from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group
 from tests.support.wire import serving
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 WAIT = 60.0
 PROMPT = [*range(5, 40)]
 WEIGHTS: dict[int, Any] = {}

@@ -28,8 +28,6 @@ from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run
 from tests.support.wire import serving
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 WAIT = 60.0
 KINDS = ("qwen3_moe", "gpt_oss")
 """[E, outputs, inputs]; [E, inputs, outputs] with biases"""

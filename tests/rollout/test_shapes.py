@@ -113,6 +113,7 @@ def test_weights_depend_on_names_and_shapes_alone() -> None:
     assert torch.get_rng_state().equal(torch.manual_seed(5).get_state()), "drawing weights changed the caller's seed"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3_text", "gemma4_text", "qwen3_5_text", "lfm2", "nemotron_h", "gpt_oss", "olmoe"]
 )

@@ -35,6 +35,7 @@ def groups() -> list[Group]:
     return [group(f"g{i}", r.integers(3, 199, 16 + 13 * i), n=4, max_tokens=24, seed=i, ignore_eos=True) for i in range(4)]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("name", "sizes"), [("llama", {}), ("llama", NATIVE), ("qwen3", NATIVE), ("mistral", {**NATIVE, "sliding_window": 12})]
@@ -97,7 +98,6 @@ def test_a_cache_is_refused() -> None:
         learner(input_ids=torch.arange(3)[None], past_key_values=out.past_key_values)
 
 
-@pytest.mark.usefixtures("loads_quickly")
 def test_smollm2_in_bf16(smollm2: Path) -> None:
     """The real model through the engine's defaults: max |Δ log-prob| = 0."""
     engine = Engine(EngineConfig(model=str(smollm2), kv_tokens=4096, cpu_offload_gib=0))

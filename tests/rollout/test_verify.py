@@ -25,8 +25,6 @@ from tests.support.fleet import fleet_of, router_of
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
 
-pytestmark = pytest.mark.usefixtures("loads_quickly")
-
 WAIT = 60.0
 PROMPT = [5, 9, 11, 42, 7, 7, 3, 120, 60, 17, 4]
 N = 4
