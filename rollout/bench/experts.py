@@ -32,6 +32,7 @@ from rollout.config import InputError
 from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.forward.shapes import configuration
+from rollout.engine.memory import host_buffer
 
 MODELS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b")
 DECODE, PREFILL = (1, 8, 64), (512,)
@@ -65,7 +66,8 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         raise InputError(f"isa {setup.options.isa}: the products of experts need a native instruction set")
     kernels.threads = setup.threads
     dtype, threads = getattr(torch, setup.options.dtype), kernels.team().threads
-    weights = torch.empty(WEIGHT_BYTES // 2, dtype=torch.bfloat16).fill_(0.01)
+    weights = host_buffer(WEIGHT_BYTES, pin=False)
+    weights.view(torch.bfloat16).fill_(0.01)
     machine = ProductRates(kernels, weights, WEIGHT_BYTES)  # all of it, or a part comes from a large cache
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

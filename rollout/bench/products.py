@@ -6,7 +6,9 @@ For shapes of SmolLM2-135M and Qwen3-0.6B and several numbers of rows, in bf16 a
     peak_gflops      the same multiplications on registers alone; peak_gbytes: reading memory alone
     ratio            gflops over the lower of peak_gflops and the limit that peak_gbytes sets
 
-Kernel and machine are measured in turn, and the best of each counts. With one thread, CPU time counts.
+Kernel and machine are measured in turn, and the best of each counts. The weights lie in huge pages, as those of an engine do,
+and both read them in one order: nothing is read again before everything else was, so no cache holds it. A call multiplies
+several matrices one after the other, as layers do, and fetches the beginning of each during the one before.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from ctypes import byref, c_int64, c_void_p
 
 import torch
 
-from rollout.bench.harness import BenchSetup, Row
-from rollout.bench.peaks import KINDS, MIB, fastest, reading, register_peak, timed
+from rollout.bench.harness import BenchSetup, BoundBroken, Row
+from rollout.bench.peaks import KINDS, MIB, Best, fastest, register_peak
 from rollout.engine.cpu.isa import ISAS, here
-from rollout.engine.cpu.kernels import Kernels, linear_struct
+from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
+from rollout.engine.memory import host_buffer
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 SHAPES = {
@@ -28,37 +31,50 @@ SHAPES = {
     "Qwen3-0.6B": ((2048, 1024), (1024, 2048), (3072, 1024), (1024, 3072)),
 }
 """(outputs, inputs) of a layer's products"""
-WEIGHT_BYTES = 192 << 20
-"""weights that are read in turn, more than the caches of a core hold"""
+WEIGHT_BYTES = 192 * MIB
+"""weights that are read in turn, more than caches hold"""
+PIECE = 4 * MIB
+"""bytes of weights that a call of up to 4 rows reads, at least one matrix"""
+LOOKS = 100
+"""measurements of the machine before a product above its rates is an error"""
 SECONDS = 0.25
 """per row of the table"""
 
 
 class ProductRates:
-    """The best rates measured so far, with the threads of `kernels`. read: bytes of `weights` that are read each time."""
+    """The best rates measured so far, with the threads of `kernels`. weights: [bytes] uint8; read: bytes of them that are read
+    each time."""
 
-    def __init__(self, kernels: Kernels, weights: torch.Tensor, read: int = 48 * MIB) -> None:
+    def __init__(self, kernels: Kernels, weights: torch.Tensor, read: int = 2 * PIECE) -> None:
         self.kernels, self.weights, self.read = kernels, weights, read
         self.peaks = dict.fromkeys(KINDS, 0.0)
         self.bytes_per_second = 0.0
+        self._reading = Best(kernels.team().threads)
         self._next = 0
-        """where to read next: all of the weights in turn, so that no cache holds what is read again"""
-        for _ in range(3):
+        for _ in range(12):
             self.measure()
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return the `size` bytes of the weights that were read longest ago."""
+        if self._next + size > len(self.weights):
+            self._next = 0
+        self._next += size
+        return self.weights[self._next - size : self._next]
 
     def measure(self) -> None:
         for kind in self.peaks:
             self.peaks[kind] = max(self.peaks[kind], register_peak(self.kernels, kind))
-        size, whole, at = 4 * MIB, self.weights.nbytes, self.weights.data_ptr()
-        for _ in range(self.read // size):
-            self.bytes_per_second = max(self.bytes_per_second, reading(self.kernels, at + self._next, size))
-            self._next = (self._next + size) % (whole - whole % size)
+        for _ in range(self.read // PIECE):
+            address, team = self.take(PIECE).data_ptr(), self.kernels.team()
+            self._reading.time(self.kernels.library.rollout_read, byref(team), c_void_p(address), c_int64(PIECE))
+        self.bytes_per_second = PIECE / self._reading.seconds
 
 
 def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per kernel, dtype, shape and number of rows, then the lowest ratios of each kernel. `--scale` multiplies the
     seconds per row. The plain kernel, without vector instructions, is left out."""
-    weights = torch.empty(WEIGHT_BYTES // 2, dtype=torch.bfloat16).fill_(0.01)
+    weights = host_buffer(WEIGHT_BYTES, pin=False)
+    weights.view(torch.bfloat16).fill_(0.01)
     for isa in (isa for isa in ISAS if isa in here() and isa != "plain"):
         kernels = Kernels(isa, setup.threads)
         machine = ProductRates(kernels, weights)
@@ -68,7 +84,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
             name = str(dtype).removeprefix("torch.")
             for model, outputs, inputs in shapes:
                 for rows in ROWS:
-                    row = measure_product(machine, weights.view(dtype), rows, outputs, inputs, SECONDS * setup.scale)
+                    row = measure_product(machine, dtype, rows, outputs, inputs, SECONDS * setup.scale)
                     worst[name, rows] = min(worst.get((name, rows), row["ratio"]), row["ratio"])
                     yield {"isa": isa, "dtype": name, "model": model, **row}
         for (name, rows), ratio in worst.items():
@@ -78,27 +94,30 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def measure_product(machine: ProductRates, weights: torch.Tensor, rows: int, outputs: int, inputs: int, seconds: float) -> Row:
-    """Time x [rows, inputs] times a weight [outputs, inputs]."""
-    count = max(1, weights.numel() // (outputs * inputs))
-    matrices = [linear_struct(each, None) for each in weights[: count * outputs * inputs].view(count, outputs, inputs)]
-    x = torch.randn(rows, inputs).to(weights.dtype)
-    out, packed = x.new_empty(rows, outputs), machine.kernels.packed(rows, (inputs,), x.dtype)
-    team = machine.kernels.team()
-    addresses = c_void_p(x.data_ptr()), c_int64(rows), c_void_p(packed.data_ptr()), c_void_p(out.data_ptr())
-    best, turn, end = float("inf"), 0, time.perf_counter() + seconds
+def measure_product(machine: ProductRates, dtype: torch.dtype, rows: int, outputs: int, inputs: int, seconds: float) -> Row:
+    """Time x [rows, inputs] times a weight [outputs, inputs]. Raises BoundBroken if it is faster than the machine."""
+    x = torch.randn(rows, inputs).to(dtype)
+    out, packed = x.new_empty(rows, outputs), machine.kernels.packed(rows, (inputs,), dtype)
+    size, team = outputs * inputs * dtype.itemsize, machine.kernels.team()
+    count = max(1, PIECE // size // max(1, rows // 4))  # short calls: fewer are interrupted
+    fastest_call, turn, end = Best(team.threads), 0, time.perf_counter() + seconds
     while turn < 8 or time.perf_counter() < end:
-        call = byref(team), byref(matrices[turn % count]), *addresses
-        best = min(best, timed(team.threads, machine.kernels.library.rollout_linear, *call))
+        matrices = machine.take(count * size).view(dtype).view(count, outputs, inputs)
+        structs = (Linear * count)(*(linear_struct(each, None) for each in matrices))
+        call = byref(team), structs, c_int64(count), c_void_p(x.data_ptr()), c_int64(rows), c_void_p(packed.data_ptr())
+        fastest_call.time(machine.kernels.library.rollout_linears, *call, c_void_p(out.data_ptr()))
         turn += 1
-        if turn % 32 == 0:
+        if turn % 8 == 0:
             machine.measure()
-    flops, size, peak = (
-        2.0 * rows * outputs * inputs,
-        outputs * inputs * weights.itemsize,
-        fastest(machine.peaks, weights.dtype),
-    )
-    allowed = min(peak, machine.bytes_per_second * flops / size)
+    best = fastest_call.seconds / count
+    flops, peak, allowed = 2.0 * rows * outputs * inputs, fastest(machine.peaks, dtype), 0.0
+    for _ in range(LOOKS):
+        allowed = min(peak, machine.bytes_per_second * flops / size)
+        if flops / best <= allowed:
+            break
+        machine.measure()  # the rates were measured too seldom, on a busy machine
+    else:
+        raise BoundBroken(f"{rows} rows × {outputs} × {inputs}: {flops / best / 1e9:.1f} GFLOP/s, above {allowed / 1e9:.1f}")
     return {
         "rows": rows, "outputs": outputs, "inputs": inputs, "microseconds": best * 1e6, "gflops": flops / best / 1e9,
         "gbytes": size / best / 1e9, "peak_gflops": peak / 1e9, "peak_gbytes": machine.bytes_per_second / 1e9,

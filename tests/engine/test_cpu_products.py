@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
-from rollout.engine.cpu.kernels import Kernels
+from rollout.engine.cpu.kernels import Kernels, Linear
 from rollout.engine.cpu.products import sensitive
 
 CHAINS = [isa for isa in here() if isa_of(isa).arithmetic != "amx/1"]
@@ -30,6 +30,8 @@ SHAPES = [
     (16, 48, 1041),
 ]
 """rows, outputs, inputs: whole tiles, and ends inside tiles, panels, chunks and blocks of rows"""
+FAR = ((0, 2048), (0, 4096), (1, 2047), (32, 1104), (0, 3001))
+"""first input and number of inputs of matrices cut from one whose outputs are a multiple of 4 KiB apart, as a rank's are"""
 
 
 @pytest.fixture(scope="module", params=here())
@@ -98,6 +100,35 @@ def test_one_arithmetic_for_every_width(dtype: torch.dtype) -> None:
         assert dtype != torch.bfloat16 or torch.equal(got[0].float().abs() < 2.0**-126, got[0] == 0), (
             "denormals are not flushed"
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_that_are_pages_apart(dtype: torch.dtype) -> None:
+    """Their lines meet in one set of the L1 cache, so they are read in another way: the same bits as side by side, in all
+    instruction sets, and nothing behind the last input reaches a sum."""
+    sets = [Kernels(isa) for isa in CHAINS]
+    for first, inputs in FAR:
+        x, w = sensitive(9, torch.empty(64, inputs, dtype=dtype))
+        whole = torch.full((64, 6144), torch.nan, dtype=dtype)
+        whole[:, first : first + inputs] = w
+        for rows in (1, 2, 3, 4, 5, 8, 9):
+            want = sets[0].linear(x[:rows], w)
+            for kernels in sets:
+                far = linear_of(kernels, x[:rows], whole[:, first:], inputs)
+                assert torch.equal(kernels.linear(x[:rows], w), want) and torch.equal(far, want), (kernels.isa, rows, inputs)
+        assert not torch.equal(sets[0].linear(x.flip(1), w.flip(1)), want), "another order of the sums is not seen"
+
+
+def linear_of(kernels: Kernels, x: torch.Tensor, w: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Multiply by the first `inputs` columns of a matrix, where they lie."""
+    struct = Linear(w.data_ptr(), None, len(w), inputs, w.dtype == torch.bfloat16, False, 0, w.stride(0))
+    out, packed = x.new_empty(len(x), len(w)), kernels.packed(len(x), (inputs,), x.dtype)
+    x = x.contiguous()
+    pointers = (ctypes.c_void_p(each.data_ptr()) for each in (packed, out))
+    kernels.library.rollout_linear(
+        ctypes.byref(kernels.team()), ctypes.byref(struct), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), *pointers
+    )
+    return out
 
 
 @pytest.mark.parametrize("isa", CHAINS)

@@ -116,6 +116,16 @@ void rollout_linear(const Team *team, const Linear *l, const void *x, int64_t ro
     run(team, alone, &work);
 }
 
+/* The same x times `count` matrices of one shape, one product after the other, each into `out`, as layers do it: every product fetches
+   the beginning of the next one. For the benchmark. */
+void rollout_linears(const Team *team, const Linear *l, int64_t count, const void *x, int64_t rows, void *packed, void *out) {
+    for (int64_t i = 0; i < count; i++) {
+        Products work = {.l = {l + i}, .out = {out}, .count = 1, .x = x, .rows = rows, .packed = packed,
+                         .then = i + 1 < count ? l + i + 1 : NULL};
+        run(team, alone, &work);
+    }
+}
+
 /* The most that x takes as any product of this type reads it. */
 int64_t rollout_packed_bytes(const Team *team, int64_t rows, int64_t inputs, int64_t is_bf16) {
     const Linear l = {.outputs = 1, .inputs = inputs, .is_bf16 = is_bf16};

@@ -163,93 +163,137 @@ TILES(DOT)
 
 /* ---- few rows: acc[rows][nv vectors] = x[rows][words] · the words of nv · VL outputs from `from` on, `row` bytes apart ----
 
-   `deep` words of each output at a time, in registers, meet all rows. A whole line of them is read at once where that is free, or
-   where outputs are a multiple of 4 KiB apart, whose lines drive each other out of the L1 cache. Meanwhile as many lines are fetched from `next` on, what is read
-   afterwards, in the order of memory, which the hardware's prefetcher follows; to L2, as L1 has too few misses in flight. */
+   Words go through registers, DEEP of each output at a time, and meet all rows. A chain of additions waits for itself, so with few rows
+   and eight lanes several chains take turns. Where outputs are a multiple of 4 KiB apart, their lines drive each other out of the L1
+   cache (docs/decisions/native.md#products), so a line is read at once, or the chains are those of two pieces of one vector.
+   Meanwhile as many lines are fetched from `next` on, what is read afterwards, in the order of memory, which the hardware's prefetcher
+   follows; to L2, as L1 has too few misses in flight. */
 
 enum { LINE = 16 }; /* words */
-enum { WIDE = 4 }; /* up to so many rows two vectors of eight lanes take turns, as one chain of additions waits for itself */
 
-INLINE void chain(const char *from, int64_t row, int64_t words, const char *next, const uint32_t *x, float *acc, int rows, int nv,
-                  int deep, int kind) {
-    vf sum[SIDE][2];
+/* apart: 0; or the nv chains are those of one vector of outputs, so many words from one to the next, and SIDE · PANEL from sum to sum. */
+INLINE void chain(const char *from, int64_t row, int64_t words, const char *next, const uint32_t *x, float *acc, int64_t apart, int rows,
+                  int nv, int kind) {
+    const int per = kind == WORDS ? 2 : 1;
+    const int64_t to = apart ? SIDE * PANEL : VL, side = apart * per * rows, step = apart ? 4 * apart : VL * row;
+    vf sum[SIDE][VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < nv; v++) sum[r][v] = all(0);
-    for (const char *end = from + 4 * words; from < end; from += 4 * deep) {
-        vu t[2][LINE];
-        UNROLL for (int v = 0; v < nv; v++)
-            UNROLL for (int j = 0; j < deep; j += DEEP) transpose_deep(from + v * VL * row + 4 * j, row, t[v] + j);
-        UNROLL for (int j = 0; j < deep; j++) {
+    for (const char *end = from + 4 * words; from < end; from += 4 * DEEP) {
+        vu t[VECTORS][DEEP];
+        UNROLL for (int v = 0; v < nv; v++) transpose_deep(from + v * step, row, t[v]);
+        UNROLL for (int j = 0; j < DEEP; j++) {
             if (j % (LINE / VL) == 0) /* as many lines as are read */
                 UNROLL for (int v = 0; v < nv; v++, next += 64) __builtin_prefetch(next, 0, 2);
-            UNROLL for (int half = 0; half < 2; half++) {
-                if (half && kind != WORDS) break;
-                vu b[2];
+            UNROLL for (int half = 0; half < per; half++, x += rows) {
+                vu b[VECTORS];
                 UNROLL for (int v = 0; v < nv; v++)
                     b[v] = kind != WORDS ? t[v][j] : half ? t[v][j] << 16 : t[v][j] & all_words(0xffff0000u);
-                UNROLL for (int r = 0; r < rows; r++) {
-                    const vu a = all_words(x[r]);
-                    UNROLL for (int v = 0; v < nv; v++) sum[r][v] = add_product(sum[r][v], a, b[v], kind);
-                }
-                x += rows;
+                UNROLL for (int r = 0; r < rows; r++)
+                    UNROLL for (int v = 0; v < nv; v++) sum[r][v] = add_product(sum[r][v], all_words(x[v * side + r]), b[v], kind);
             }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < nv; v++) store(acc + r * PANEL + v * VL, sum[r][v]);
+        UNROLL for (int v = 0; v < nv; v++) store(acc + r * PANEL + v * to, sum[r][v]);
 }
 
-typedef void (*ChainFn)(const char *, int64_t, int64_t, const char *, const uint32_t *, float *);
-#define CHAIN(kind, rows, nv, name, deep)                                                                               \
+typedef void (*ChainFn)(const char *, int64_t, int64_t, const char *, const uint32_t *, float *, int64_t);
+#define CHAIN(kind, rows, name, nv, apart_)                                                                            \
     static void chain_##kind##_##rows##_##name(const char *from, int64_t row, int64_t words, const char *next,            \
-                                             const uint32_t *x, float *acc) {                                           \
-        chain(from, row, words, next, x, acc, rows, nv, deep, kind);                                                    \
+                                             const uint32_t *x, float *acc, int64_t apart) {                            \
+        (void)apart, chain(from, row, words, next, x, acc, apart_, rows, nv, kind);                                      \
     }
-#define FEW_CHAINS(kind)                                                                                                \
-    CHAIN(kind, 1, 1, one, AT_ONCE) CHAIN(kind, 2, 1, one, AT_ONCE) CHAIN(kind, 3, 1, one, AT_ONCE)                     \
-    CHAIN(kind, 4, 1, one, AT_ONCE) CHAIN(kind, 5, 1, one, AT_ONCE) CHAIN(kind, 6, 1, one, AT_ONCE)                     \
-    CHAIN(kind, 7, 1, one, AT_ONCE) CHAIN(kind, 8, 1, one, AT_ONCE)
-#define FEW_NAMES(kind)                                                                                                 \
-    chain_##kind##_1_one, chain_##kind##_2_one, chain_##kind##_3_one, chain_##kind##_4_one, chain_##kind##_5_one,       \
-        chain_##kind##_6_one, chain_##kind##_7_one, chain_##kind##_8_one
+
+#define ONE(kind, rows) CHAIN(kind, rows, one, 1, 0)
+
 #if VL == 16
-enum { AT_ONCE = LINE }; /* words of one vector, up to 8 rows: there are registers for a line */
+/* The same of whole lines, one at least: while one is multiplied, the next one is loaded into the registers that become free. */
+INLINE void chain_of_lines(const char *from, int64_t row, int64_t words, const char *next, const uint32_t *x, float *acc, int rows,
+                           int kind) {
+    const int per = kind == WORDS ? 2 : 1;
+    vf sum[SIDE];
+    vu line[LINE], t[LINE];
+    UNROLL for (int r = 0; r < rows; r++) sum[r] = all(0);
+    UNROLL for (int i = 0; i < LINE; i++) line[i] = load_words((const uint32_t *)(from + i * row));
+    const char *end = from + 4 * words;
+    do { /* a `for` would be unrolled with the loops in it */
+        transpose_registers(line, t);
+        from += 4 * LINE;
+        const char *soon = from - 4 * LINE * (from >= end);
+        UNROLL for (int j = 0; j < LINE; j++, next += 64) {
+            __builtin_prefetch(next, 0, 2);
+            if (rows > 2) __builtin_prefetch(from + j * row + 32 * LINE, 0, 2); /* a core drops some of the others */
+            UNROLL for (int half = 0; half < per; half++) {
+                const vu b = kind != WORDS ? t[j] : half ? t[j] << 16 : t[j] & all_words(0xffff0000u);
+                UNROLL for (int r = 0; r < rows; r++) sum[r] = add_product(sum[r], all_words(x[r]), b, kind);
+                x += rows;
+            }
+            line[j] = load_words((const uint32_t *)(soon + j * row));
+        }
+    } while (from < end);
+    UNROLL for (int r = 0; r < rows; r++) store(acc + r * PANEL, sum[r]);
+}
+#define CHAIN_OF_LINES(kind, rows)                                                                                      \
+    static void chain_##kind##_##rows##_far(const char *from, int64_t row, int64_t words, const char *next,               \
+                                          const uint32_t *x, float *acc, int64_t apart) {                               \
+        (void)apart, chain_of_lines(from, row, words, next, x, acc, rows, kind);                                        \
+    }
+
+#define BOTH(kind, rows) ONE(kind, rows) CHAIN_OF_LINES(kind, rows)
 #define CHAINS(kind)                                                                                                    \
-    FEW_CHAINS(kind)                                                                                                    \
-    CHAIN(kind, 9, 1, one, DEEP) CHAIN(kind, 10, 1, one, DEEP) CHAIN(kind, 11, 1, one, DEEP)                            \
-    CHAIN(kind, 12, 1, one, DEEP) CHAIN(kind, 13, 1, one, DEEP) CHAIN(kind, 14, 1, one, DEEP)                           \
-    CHAIN(kind, 15, 1, one, DEEP) CHAIN(kind, 16, 1, one, DEEP)                                                         \
-    static const ChainFn chains_##kind[SIDE] = {                                                                        \
-        FEW_NAMES(kind), chain_##kind##_9_one, chain_##kind##_10_one, chain_##kind##_11_one, chain_##kind##_12_one,     \
+    BOTH(kind, 1) BOTH(kind, 2) BOTH(kind, 3) BOTH(kind, 4) BOTH(kind, 5) BOTH(kind, 6) BOTH(kind, 7) BOTH(kind, 8)     \
+    ONE(kind, 9) ONE(kind, 10) ONE(kind, 11) ONE(kind, 12) ONE(kind, 13) ONE(kind, 14) ONE(kind, 15) ONE(kind, 16)      \
+    static const ChainFn one_##kind[SIDE] = {                                                                           \
+        chain_##kind##_1_one,  chain_##kind##_2_one,  chain_##kind##_3_one,  chain_##kind##_4_one,                       \
+        chain_##kind##_5_one,  chain_##kind##_6_one,  chain_##kind##_7_one,  chain_##kind##_8_one,                       \
+        chain_##kind##_9_one,  chain_##kind##_10_one, chain_##kind##_11_one, chain_##kind##_12_one,                      \
         chain_##kind##_13_one, chain_##kind##_14_one, chain_##kind##_15_one, chain_##kind##_16_one};                    \
-    static const ChainFn *const two_##kind[2] = {chains_##kind, chains_##kind}; /* not used */
+    static const ChainFn far_##kind[] = {chain_##kind##_1_far, chain_##kind##_2_far, chain_##kind##_3_far,              \
+                                         chain_##kind##_4_far, chain_##kind##_5_far, chain_##kind##_6_far,              \
+                                         chain_##kind##_7_far, chain_##kind##_8_far};
 #else
-enum { AT_ONCE = DEEP };
+#define TWO(kind, rows) CHAIN(kind, rows, two, 2, 0)
+#define THREE(kind, rows) CHAIN(kind, rows, three, 3, 0)
 #define CHAINS(kind)                                                                                                    \
-    FEW_CHAINS(kind)                                                                                                    \
-    CHAIN(kind, 1, 2, two, DEEP) CHAIN(kind, 2, 2, two, DEEP) CHAIN(kind, 3, 2, two, DEEP) CHAIN(kind, 4, 2, two, DEEP) \
-    CHAIN(kind, 1, 2, far, LINE) CHAIN(kind, 2, 2, far, LINE) CHAIN(kind, 3, 2, far, LINE) CHAIN(kind, 4, 2, far, LINE) \
-    static const ChainFn chains_##kind[SIDE] = {FEW_NAMES(kind)};                                                       \
-    static const ChainFn near_##kind[WIDE] = {chain_##kind##_1_two, chain_##kind##_2_two, chain_##kind##_3_two,         \
-                                              chain_##kind##_4_two};                                                    \
-    static const ChainFn far_##kind[WIDE] = {chain_##kind##_1_far, chain_##kind##_2_far, chain_##kind##_3_far,          \
-                                             chain_##kind##_4_far};                                                     \
-    static const ChainFn *const two_##kind[2] = {near_##kind, far_##kind};
+    ONE(kind, 1) ONE(kind, 2) ONE(kind, 3) ONE(kind, 4) ONE(kind, 5) ONE(kind, 6) ONE(kind, 7) ONE(kind, 8)             \
+    TWO(kind, 1) TWO(kind, 2) TWO(kind, 3) TWO(kind, 4)                                                                 \
+    static const ChainFn one_##kind[SIDE] = {chain_##kind##_1_one, chain_##kind##_2_one, chain_##kind##_3_one,          \
+                                             chain_##kind##_4_one, chain_##kind##_5_one, chain_##kind##_6_one,          \
+                                             chain_##kind##_7_one, chain_##kind##_8_one};                               \
+    static const ChainFn two_##kind[] = {chain_##kind##_1_two, chain_##kind##_2_two, chain_##kind##_3_two,              \
+                                         chain_##kind##_4_two};
+#define FAR(rows) CHAIN(WORDS, rows, far, 2, apart)
+FAR(1) FAR(2) FAR(3) FAR(4)
+static const ChainFn far_WORDS[] = {chain_WORDS_1_far, chain_WORDS_2_far, chain_WORDS_3_far, chain_WORDS_4_far};
+THREE(WORDS, 1) THREE(WORDS, 2)
+static const ChainFn three_WORDS[] = {chain_WORDS_1_three, chain_WORDS_2_three};
 #endif
 CHAINS(WORDS)
 CHAINS(FLOATS)
 #ifdef __AVX512BF16__
 CHAINS(DOT)
+#define OF_KIND(table, kind) ((kind) == DOT ? table##_DOT : (kind) == WORDS ? table##_WORDS : table##_FLOATS)
+#else
+#define OF_KIND(table, kind) ((kind) == WORDS ? table##_WORDS : table##_FLOATS)
 #endif
 
-/* The chain of `rows` rows and one vector of outputs, or two, `row` bytes apart. */
-static ChainFn chain_of(int kind, int rows, int nv, int64_t row) {
-    const int far = row % 4096 == 0;
-#ifdef __AVX512BF16__
-    if (kind == DOT) return nv == 1 ? chains_DOT[rows - 1] : two_DOT[far][rows - 1];
+/* Which chains take turns: those of nv vectors of outputs, or those of so many parts of one vector's inputs. */
+typedef struct {
+    ChainFn run;
+    int nv, parts;
+} Turns;
+/* For `rows` rows and some vectors of outputs, `row` bytes from one output to the next. */
+static Turns turns_of(int kind, int64_t rows, int64_t row, int64_t vectors) {
+#if VL == 16
+    (void)vectors;
+    if (rows <= 8 && row % 4096 == 0) return (Turns){OF_KIND(far, kind)[rows - 1], 1, 1};
+#else
+    if (rows <= 2 && vectors >= 3 && row % 1024 && kind == WORDS) return (Turns){three_WORDS[rows - 1], 3, 1};
+    if (rows <= 4 && vectors >= 2 && row % 4096) return (Turns){OF_KIND(two, kind)[rows - 1], 2, 1};
+    if (rows <= 4 && kind == WORDS && row % 4096 == 0) return (Turns){far_WORDS[rows - 1], 1, 2};
 #endif
-    if (nv == 1) return kind == WORDS ? chains_WORDS[rows - 1] : chains_FLOATS[rows - 1];
-    return kind == WORDS ? two_WORDS[far][rows - 1] : two_FLOATS[far][rows - 1];
+    return (Turns){OF_KIND(one, kind)[(rows < SIDE ? rows : SIDE) - 1], 1, 1};
 }
 static const TileFn *tiles_of(int dot) {
 #ifdef __AVX512BF16__
@@ -258,30 +302,35 @@ static const TileFn *tiles_of(int dot) {
     return (void)dot, FLOATS_tiles[0];
 }
 
-/* sum[rows ≤ SIDE][nv vectors], from number `output` on, of all inputs; x: a block of rows; nv: 1 or 2. */
-static void multiply_vectors(const Linear *l, int64_t output, int nv, const char *next, const uint32_t *x, int rows, Scratch *s,
+/* sum[rows ≤ SIDE][nv vectors], from number `output` on, of all inputs; x: a block of rows. */
+static void multiply_vectors(const Linear *l, int64_t output, Turns turns, const char *next, const uint32_t *x, int rows, Scratch *s,
                              float *sum, int dot) {
     const int64_t words = words_of(l), row = bytes_of(l, l->row), chunk = chunk_of(l) / (l->is_bf16 ? 2 : 1);
-    const int widened = l->is_bf16 && !dot, per = widened ? 2 : 1, kind = dot ? DOT : l->is_bf16 ? WORDS : FLOATS;
+    const int widened = l->is_bf16 && !dot, per = widened ? 2 : 1, nv = turns.nv;
     const int64_t complete = l->is_bf16 ? l->inputs / 2 : l->inputs; /* words; an odd number of inputs ends with half of one */
     const char *from = (const char *)l->w + output * row;
-    for (int64_t begin = 0; begin < words; begin += chunk) {
+    for (int64_t begin = 0; begin < words;) {
+        const int parts = complete - begin >= turns.parts * chunk ? turns.parts : 1;
         const int64_t end = begin + chunk < words ? begin + chunk : words;
         const int64_t whole = ((end < complete ? end : complete) - begin) / LINE * LINE;
         const int left = (int)(end - begin - whole);
-        float *acc = begin ? s->part : sum;
-        if (whole)
-            chain_of(kind, rows, nv, row)(from + 4 * begin, row, whole, next + 4 * begin * nv * VL, x + begin * per * rows, acc);
+        float *acc = begin || parts > 1 ? s->part : sum;
+        const ChainFn run = parts == turns.parts ? turns.run : OF_KIND(one, dot ? DOT : l->is_bf16 ? WORDS : FLOATS)[rows - 1];
+        if (whole) run(from + 4 * begin, row, whole, next + 4 * begin * nv * VL, x + begin * per * rows, acc, chunk);
         for (int v = 0; v < nv; v++)
             for (int i = 0; i < left; i += VL)
                 pack_words(l, output + v * VL, begin + whole + i, s->packed + i * per * PANEL + v * VL, widened);
         for (int r = 0; left && r < rows; r += TILE)
             tiles_of(dot)[((rows - r < TILE ? rows - r : TILE) - 1) * VECTORS + nv - 1](
                 x + (begin + whole) * per * rows + r, rows, s->packed, left * per, acc + r * PANEL, !whole, &(Ahead){NULL, NULL}, 0);
-        for (int i = 0; begin && i < rows * nv; i++) {
-            float *to = sum + i / nv * PANEL + i % nv * VL;
-            store(to, load(to) + load(acc + (to - sum)));
-        }
+        for (int i = 0; i < parts && acc != sum; i++, acc += SIDE * PANEL)
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < nv; v++) {
+                    float *to = sum + r * PANEL + v * VL;
+                    const vf more = load(acc + r * PANEL + v * VL);
+                    store(to, begin || i ? load(to) + more : more);
+                }
+        begin += parts * chunk;
     }
 }
 
@@ -291,13 +340,15 @@ static void multiply_vectors(const Linear *l, int64_t output, int nv, const char
 static void multiply_few(const Linear *l, int64_t output, int64_t width, Ahead ahead, const uint32_t *x, int64_t rows, Scratch *s,
                          float *sum, int dot) {
     const int64_t row = bytes_of(l, l->row), numbers = words_of(l) * (l->is_bf16 && !dot ? 2 : 1);
+    const int kind = dot ? DOT : l->is_bf16 ? WORDS : FLOATS;
     for (int64_t v = 0, nv; v < width; v += nv * VL) {
-        nv = VL < 16 && rows <= WIDE && width - v >= 2 * VL ? 2 : 1;
+        nv = turns_of(kind, rows, row, (width - v) / VL).nv;
         const char *w = (const char *)l->w + (output + v) * row;
         const char *next = v + nv * VL < width ? w + nv * VL * row : ahead.at ? ahead.at : w;
-        for (int64_t r = 0; r < rows; r += SIDE, next = w) /* only the first rows need to fetch */
-            multiply_vectors(l, output + v, (int)nv, next, x + r * numbers, (int)(rows - r < SIDE ? rows - r : SIDE), s,
-                             sum + r * PANEL + v, dot);
+        for (int64_t r = 0; r < rows; r += SIDE, next = w) { /* only the first rows need to fetch */
+            const int64_t side = rows - r < SIDE ? rows - r : SIDE;
+            multiply_vectors(l, output + v, turns_of(kind, side, row, nv), next, x + r * numbers, (int)side, s, sum + r * PANEL + v, dot);
+        }
     }
 }
 
@@ -306,7 +357,7 @@ static void multiply(const Linear *l, int64_t panel, Ahead ahead, const uint32_t
                      float *sum, int dot) {
     const int64_t output = panel * PANEL, words = words_of(l), tiled = (rows + TILE - 1) / TILE;
     const int64_t left = l->outputs - output, width = left < PANEL ? left : PANEL;
-    if (rows <= (VL == 16 || l->is_bf16 ? t->few : t->few / 2) && !l->by_input && width % VL == 0) {
+    if (rows <= t->few && !l->by_input && width % VL == 0) {
         multiply_few(l, output, width, ahead, x, rows, s, sum, dot);
         return;
     }
@@ -440,21 +491,33 @@ enum { PACK_WORDS = 256 }; /* of a block that are packed at once */
 static int64_t beside_bytes(const Linear *l, int64_t rows, int widened) {
     return rows == 1 && !widened && (!l->is_bf16 || l->inputs % 2 == 0) ? 0 : rows * words_of(l) * (widened ? 8 : 4);
 }
-/* VL words, from number `word` on, of `n` ≤ VL rows from `x` on; zeros beyond the end of a row. */
-INLINE void pack_block(const Linear *l, const char *x, int64_t word, int64_t n, uint32_t *to, int64_t side, int widened) {
+/* The first `n` lanes; the others may be written too if they lie before `end`, where something else is stored later. */
+INLINE void store_first(uint32_t *to, int64_t n, vu lanes, const uint32_t *end) {
+    if (end >= to + VL)
+        store_words(to, lanes);
+    else
+        store_some((float *)to, n, (vf)lanes);
+}
+/* VL words, from number `word` on, of `n` ≤ VL rows from `x` on; zeros beyond the end of a row. end: as in `store_first`. */
+INLINE void pack_block(const Linear *l, const char *x, int64_t word, int64_t n, uint32_t *to, int64_t side, const uint32_t *end,
+                       int widened) {
     const int64_t row = bytes_of(l, l->inputs), left = row - 4 * word, words = left < 4 * VL ? (left + 3) / 4 : VL;
-    char copy[VL][4 * VL];
+    uint32_t copy[VL][VL];
     vu t[VL];
     if (n == VL && left >= 4 * VL)
         transpose(x + 4 * word, row, t);
-    else {
+    else if (left >= 4 * VL) {
+        for (int64_t r = 0; r < VL; r++)
+            store_words(copy[r], load_words((const uint32_t *)(x + (r < n ? r : 0) * row) + word)); /* lanes from n on do not matter */
+        transpose((const char *)copy, 4 * VL, t);
+    } else {
         memset(copy, 0, sizeof copy);
-        for (int64_t r = 0; r < n; r++) memcpy(copy[r], x + r * row + 4 * word, (size_t)(left < 4 * VL ? left : 4 * VL));
-        transpose(copy[0], 4 * VL, t);
+        for (int64_t r = 0; r < n; r++) memcpy(copy[r], x + r * row + 4 * word, (size_t)left);
+        transpose((const char *)copy, 4 * VL, t);
     }
     for (int64_t j = 0; j < words; j++, to += side * (widened ? 2 : 1)) {
-        store_some((float *)to, n, (vf)(widened ? t[j] & all_words(0xffff0000u) : t[j]));
-        if (widened) store_some((float *)to + side, n, (vf)(t[j] << 16));
+        store_first(to, n, widened ? t[j] & all_words(0xffff0000u) : t[j], end);
+        if (widened) store_first(to + side, n, t[j] << 16, end);
     }
 }
 INLINE void pack_beside(Worker *w, const Linear *l, const void *x, int64_t rows, uint32_t *packed, int widened) {
@@ -462,10 +525,12 @@ INLINE void pack_beside(Worker *w, const Linear *l, const void *x, int64_t rows,
     for (int64_t i; (i = take(w, (rows + SIDE - 1) / SIDE * pieces)) >= 0;) {
         const int64_t block = i / pieces * SIDE, side = rows - block < SIDE ? rows - block : SIDE, from = i % pieces * PACK_WORDS;
         const int64_t to = from + PACK_WORDS < words ? from + PACK_WORDS : words;
+        uint32_t *piece = packed + (block * words + from * side) * per;
+        const uint32_t *end = side > VL ? NULL : piece + (to - from) * side * per; /* with more rows other lanes are stored before */
         for (int64_t at = from; at < to; at += VL)
             for (int64_t r = 0; r < side; r += VL)
                 pack_block(l, (const char *)x + bytes_of(l, (block + r) * l->inputs), at, side - r < VL ? side - r : VL,
-                           packed + (block * words + at * side) * per + r, side, widened);
+                           piece + (at - from) * side * per + r, side, end, widened);
     }
 }
 

@@ -30,6 +30,28 @@ INLINE void transpose_deep(const char *from, int64_t row, vu *to) {
         to[j + 4] = (vu)_mm512_permutex2var_epi64(a[j], high, a[4 + j]);
     }
 }
+/* 16 words of 16 rows, which have been loaded. */
+INLINE void transpose_registers(const vu *lines, vu *to) {
+    __m512i a[16], b[16];
+    UNROLL for (int i = 0; i < 16; i++) a[i] = (__m512i)lines[i];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) /* a[i + j]: words j, 4 + j, 8 + j, 12 + j of rows i to i + 3 */
+        UNROLL for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    UNROLL for (int j = 0; j < 4; j++) {
+        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x44), high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xee);
+        const __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x44), high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xee);
+        to[j] = (vu)_mm512_shuffle_i32x4(low, low2, 0x88);
+        to[4 + j] = (vu)_mm512_shuffle_i32x4(low, low2, 0xdd);
+        to[8 + j] = (vu)_mm512_shuffle_i32x4(high, high2, 0x88);
+        to[12 + j] = (vu)_mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+}
 #elif VL == 8
 /* Four words of row i, then four of row i + 4, in one vector. */
 INLINE __m256i pair(const char *p, int64_t row) {
