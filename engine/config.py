@@ -177,7 +177,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, allocated at start. 0: off. Default: 80 % of the free memory, used as needed; on
     CUDA, where it is pinned, a quarter of the free memory, but at most 16 GiB and at most the size of the pool on the device.
-    ValueError at start if it exceeds the free memory times advanced.cpu_offload_safety_threshold"""
+    More can be set there: what exceeds 16 GiB is pinned while steps run. ValueError at start if it exceeds the free memory
+    times advanced.cpu_offload_safety_threshold"""
     foreground_s: float = 2.0
     """most seconds for which a client that was idle has priority over clients that keep the engine busy. 0: all clients share
     evenly (docs/decisions/fairness.md)"""

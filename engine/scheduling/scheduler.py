@@ -78,6 +78,11 @@ class Scheduler:
             state.credit.step_began(now)
         return build_plan(state, self._planned, rows, pending)
 
+    def grow_host(self, sizes: Iterable[int]) -> None:
+        """Use more of the host pools. sizes: slots of each of `SchedulerState.stores`."""
+        for store, size in zip(self.state.stores, sizes, strict=True):
+            store.host.grow(size)
+
     def _stop_sequences(self) -> bool:
         """Apply the policies that stop sequences; each decides about the sequences that the policy before it left running.
         Returns False, having stopped and evicted nothing, if one of them would stop a sequence while a step is in flight: that
