@@ -57,6 +57,9 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefetch_step: int = 1
     """prefetch distance in offloaded layers, and the number of layer slots on the device. Below num_in_group, the layers of a
     group wait for their copies"""
+    part: Literal["layer", "mlp"] = "layer"
+    """what is offloaded of such a layer: all of it, or its MLP (experts included), whose copies then have the attention of the
+    same layer too to hide behind"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and its bounds."""
@@ -67,6 +70,8 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most 4096, more layers than any model has")
         if self.num_in_group > self.group_size:
             raise ValueError(f"num_in_group={self.num_in_group}: must be at most group_size={self.group_size}")
+        if self.part not in ("layer", "mlp"):
+            raise ValueError(f"part={self.part!r}: must be layer or mlp")
 
 
 class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
