@@ -146,7 +146,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     both would use the same cores (docs/decisions/overlap.md)"""
     drafts: int | None = None
     """most draft tokens per sequence and step. The engine proposes them from sibling samples if few sequences run and drafting
-    pays off. Samples are the same. 0: off. Default: 6, or 0 if steps overlap (docs/decisions/drafts.md)"""
+    pays off; steps with drafts do not overlap. Samples are the same. 0: off. Default: 6; on the CPU with overlap_steps, 0
+    (docs/decisions/drafts.md)"""
 
     block_size: int | None = None
     """tokens per KV block. Default: 32; on CUDA 64, so that the keys that attention reads at a time are in one block"""
