@@ -57,6 +57,9 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefetch_step: int = 1
     """prefetch distance in offloaded layers, and the number of layer slots on the device. Below num_in_group, the layers of a
     group wait for their copies"""
+    part: Literal["layer", "mlp"] = "layer"
+    """what is offloaded of such a layer: all of it, or its MLP (experts included), whose copies then have the attention of the
+    same layer too to hide behind"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and its bounds."""
@@ -67,6 +70,8 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most 4096, more layers than any model has")
         if self.num_in_group > self.group_size:
             raise ValueError(f"num_in_group={self.num_in_group}: must be at most group_size={self.group_size}")
+        if self.part not in ("layer", "mlp"):
+            raise ValueError(f"part={self.part!r}: must be layer or mlp")
 
 
 class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +146,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     both would use the same cores (docs/decisions/overlap.md)"""
     drafts: int | None = None
     """most draft tokens per sequence and step. The engine proposes them from sibling samples if few sequences run and drafting
-    pays off. Samples are the same. 0: off. Default: 6, or 0 if steps overlap (docs/decisions/drafts.md)"""
+    pays off; steps with drafts do not overlap. Samples are the same. 0: off. Default: 6; on the CPU with overlap_steps, 0
+    (docs/decisions/drafts.md)"""
 
     block_size: int | None = None
     """tokens per KV block. Default: 32; on CUDA 64, so that the keys that attention reads at a time are in one block"""
@@ -177,7 +183,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_offload_gib: float | None = None
     """host memory for offloaded KV in GiB, allocated at start. 0: off. Default: 80 % of the free memory, used as needed; on
     CUDA, where it is pinned, a quarter of the free memory, but at most 16 GiB and at most the size of the pool on the device.
-    ValueError at start if it exceeds the free memory times advanced.cpu_offload_safety_threshold"""
+    More can be set there: what exceeds 16 GiB is pinned while steps run. ValueError at start if it exceeds the free memory
+    times advanced.cpu_offload_safety_threshold"""
     foreground_s: float = 2.0
     """most seconds for which a client that was idle has priority over clients that keep the engine busy. 0: all clients share
     evenly (docs/decisions/fairness.md)"""

@@ -446,6 +446,6 @@ def resolved(config: EngineConfig, device: Device) -> EngineConfig:
         max_num_seqs=seqs if config.max_num_seqs is None else config.max_num_seqs,
         max_batch_tokens=max(tokens, config.most_seqs) if config.max_batch_tokens is None else config.max_batch_tokens,
         overlap_steps=overlaps,
-        drafts=(0 if overlaps else DRAFTS) if config.drafts is None else config.drafts,
+        drafts=(0 if overlaps and not device.overlaps else DRAFTS) if config.drafts is None else config.drafts,
         advanced=msgspec.structs.replace(tuning, **chosen),
     )

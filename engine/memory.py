@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import psutil
@@ -73,6 +73,14 @@ class Hashes(Protocol):
         rows."""
 
 
+class HostRows(NamedTuple):
+    """Host memory of a pool of rows."""
+
+    memory: mmap.mmap
+    ready: Callable[[], int]
+    """returns how many of the first rows may be used; it grows while memory is pinned"""
+
+
 class DeviceMemory(Protocol):
     """Memory of a model's device, and host memory for transfers. Implemented by `HostMemory` and
     `rollout.engine.cuda.memory.CudaMemory`."""
@@ -117,8 +125,8 @@ class DeviceMemory(Protocol):
     def receive(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         """Start a copy of a tensor to the host. Returns a function that waits for it."""
 
-    def host_map(self, size: int) -> mmap.mmap:
-        """Allocate `size` bytes of host memory, pinned unless `is_host`. Raises OSError."""
+    def host_rows(self, rows: int, row_bytes: int) -> HostRows:
+        """Allocate the host memory of a pool, filled with zeros, pinned unless `is_host`. Raises OSError."""
 
     def own(self, parameters: Iterable[nn.Parameter]) -> None:
         """Move parameters that were loaded into mapped files to writable memory, if the device's memory is host memory."""
@@ -154,8 +162,8 @@ class HostMemory:
     def receive(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return tensor.numpy
 
-    def host_map(self, size: int) -> mmap.mmap:
-        return anonymous(size)
+    def host_rows(self, rows: int, row_bytes: int) -> HostRows:
+        return HostRows(anonymous(rows * row_bytes), lambda: rows)
 
     def own(self, parameters: Iterable[nn.Parameter]) -> None:
         own_parameters(parameters)
@@ -178,20 +186,25 @@ def anonymous(size: int, kind: type[Map] = mmap.mmap) -> Map:  # type: ignore[as
 def pinned(size: int, cudart: Any = None) -> mmap.mmap:
     """Allocate the same, page-locked, so that a CUDA device copies asynchronously. torch's `pin_memory` would round up to a
     power of two and keep freed memory. Raises OSError. cudart: torch.cuda.cudart(), or a stand-in for tests."""
-    memory = anonymous(size, _Pinned)
+    memory = anonymous(size, PinnedMap)
     cudart = cudart or torch.cuda.cudart()
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     status = int(cudart.cudaHostRegister(address, size, 0))
     if status:
-        if torch.cuda.is_available():
-            with suppress(RuntimeError):  # CUDA reports the error at the next launch: here, not in a step
-                torch.ones(1, device="cuda")
-        raise OSError(f"CUDA cannot pin {size / 2**30:.1f} GiB of host memory (cudaHostRegister: error {status})")
+        raise pin_failed(size, status)
     memory.unpin = partial(cudart.cudaHostUnregister, address)
     return memory
 
 
-class _Pinned(mmap.mmap):
+def pin_failed(size: int, status: int) -> OSError:
+    """Return the error of memory that cannot be pinned, once CUDA has reported it."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # CUDA reports the error at the next launch: here, not in a step
+            torch.ones(1, device="cuda")
+    return OSError(f"CUDA cannot pin {size / 2**30:.1f} GiB of host memory (cudaHostRegister: error {status})")
+
+
+class PinnedMap(mmap.mmap):
     """Unpins before it unmaps; a weak reference would be notified too late."""
 
     unpin: Callable[[], object] | None = None

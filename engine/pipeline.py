@@ -94,6 +94,7 @@ class Pipeline:
     def plan(self) -> Plan:
         """Decide the next step. A sequence with a pending token can neither be preempted nor have drafts, so the steps in
         flight are committed first if the decision needs their results."""
+        self.scheduler.grow_host(self.worker.kv.host_sizes)
         while True:
             self._planning = time.perf_counter()
             plan = self.scheduler.plan()

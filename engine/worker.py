@@ -146,11 +146,12 @@ class Worker:
     def pools(self) -> PoolCounts:
         """Return the sizes of the pools, for the scheduler."""
         longest = -(-self.model.context // self.config.block_tokens)
-        slots = None if self.kv.states is None else self.kv.states.slots
+        states = self.kv.states
+        slots = None if states is None else states.slots._replace(host=states.host_ready)
         window, windows = self.kv.window, None
         if window is not None:
-            windows = WindowCounts(max(windows_of(self.model)), len(window.data), len(window.host))
-        return PoolCounts(len(self.kv.data), len(self.kv.host), longest, slots, windows)
+            windows = WindowCounts(max(windows_of(self.model)), len(window.data), window.host_ready)
+        return PoolCounts(len(self.kv.data), self.kv.host_ready, longest, slots, windows)
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def move(self, plan: Plan) -> Copied:

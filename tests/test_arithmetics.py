@@ -15,6 +15,9 @@ import torch
 from rollout.engine.cpu import isa
 from tests.support.arithmetics import APART, MACHINES, ROOT, WITHOUT_VECTORS, chosen_tests, missing
 
+SAME_KERNELS = {"Zen": "Haswell", "Prescott": "Katmai"}
+"""what OpenBLAS answers to some names where it was built without kernels of their own, as in numpy's wheels"""
+
 
 def openblas_core() -> str:
     """What numpy's OpenBLAS takes this CPU for; "" where numpy has another library."""
@@ -35,7 +38,8 @@ def test_the_variables_are_heard() -> None:
     hidden = asked("NPY_DISABLE_CPU_FEATURES", "").split()
     assert not any(np._core._multiarray_umath.__cpu_features__[name] for name in hidden)
     core = openblas_core()
-    assert core.lower() == asked("OPENBLAS_CORETYPE", core).lower()
+    wanted = asked("OPENBLAS_CORETYPE", core)
+    assert core.lower() in (wanted.lower(), SAME_KERNELS.get(wanted, "").lower())
 
 
 TOLD = """

@@ -359,7 +359,10 @@ RECEIVERS = {
     "self.device": "Device",
 }  # fmt: skip
 """what the names in `rollout.engine.pipeline.Pipeline` and `rollout.engine.worker.Worker` stand for in the picture"""
-BESIDE_THE_PICTURE = {"Device.mark", "Scheduler.advanced", "Scheduler.moved", "Scheduler.fail_stuck", "Scheduler.step_failed"}
+BESIDE_THE_PICTURE = {
+    "Device.mark", "Scheduler.advanced", "Scheduler.moved", "Scheduler.grow_host", "Scheduler.fail_stuck",
+    "Scheduler.step_failed",
+}  # fmt: skip
 """clocks, notes and failures"""
 
 

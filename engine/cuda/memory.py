@@ -3,19 +3,22 @@ device to receive arrays, and waits for results only when it reads them. Works o
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from rollout.engine.cuda.pinning import pinned_rows
 from rollout.engine.cuda.regions import Driver, MappedRegion
-from rollout.engine.memory import Hashes, MemoryRegion, pinned, split_like
+from rollout.engine.memory import Hashes, HostRows, MemoryRegion, split_like
 
 SPARE_BYTES = 1 << 30
 """bytes that temporary memory leaves free for others"""
+AT_ONCE_BYTES = 16 << 30
+"""host memory of pools that is pinned before a start ends: the rest follows while steps run"""
 
 
 class CudaMemory:
@@ -33,6 +36,7 @@ class CudaMemory:
         self.device = device
         self.hashes = hashes
         self._driver = driver
+        self._at_once = AT_ONCE_BYTES
 
     def region(self, size: int) -> MemoryRegion | None:
         return None if self._driver is None else MappedRegion(self._driver, size)
@@ -60,8 +64,11 @@ class CudaMemory:
     def receive(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return to_host(tensor)
 
-    def host_map(self, size: int) -> mmap.mmap:
-        return pinned(size)
+    def host_rows(self, rows: int, row_bytes: int) -> HostRows:
+        at_once = min(self._at_once, rows * row_bytes)
+        self._at_once -= at_once
+        device = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return pinned_rows(rows, row_bytes, at_once, partial(torch.cuda.set_device, device))
 
     def own(self, parameters: Iterable[nn.Parameter]) -> None:
         pass

@@ -68,6 +68,12 @@ class BlockPool:
     def used(self) -> int:
         return self.size - len(self._free)
 
+    def grow(self, size: int) -> None:
+        """Add slots, `size` in all from now on; they are allocated after those that are free."""
+        self._free.extendleft(range(self.size, size))
+        self.holder += [None] * (size - self.size)
+        self.size = max(self.size, size)
+
     def allocate(self) -> int:
         """Allocate a slot. Raises OutOfBlocks."""
         if not self._free:

@@ -189,6 +189,16 @@ class PagedKV(Pools):
         """`EngineConfig.kv_dtype`, or the name of the model's dtype."""
         return "fp8_e4m3" if self.geometry.fp8 else str(self.geometry.dtype).removeprefix("torch.")
 
+    @property
+    def host_ready(self) -> int:
+        """Return how many of the first blocks of the host pool may be used; it grows while memory is pinned."""
+        return super().host_ready if self.routes is None else min(super().host_ready, self.routes.host_ready)
+
+    @property
+    def host_sizes(self) -> list[int]:
+        """Return `host_ready` of each kind of pools: KV, that of windows, recurrent states."""
+        return [pools.host_ready for pools in (self, self.window, self.states) if pools is not None]
+
     def release(self) -> None:
         """Free the memory of the device pools; their contents are lost."""
         super().release()

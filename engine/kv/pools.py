@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -44,13 +45,15 @@ class Pools:
         if self._region is not None:
             self._region.need(size)
             self.data, self._map = self._region.data.zero_().view(dtype).view(device, *shape), None
+        elif memory.is_host:
+            self.data, self._map, _ = _in_host_memory(shape, dtype, device, memory)
         else:
-            self.data, self._map = _allocate((device, *shape), dtype, memory, on_device=True)
+            self.data, self._map = torch.zeros((device, *shape), dtype=dtype, device=memory.device), None
         """[rows, *shape] on the device; zero at first, so that it contains no NaN"""
-        self.host, host_map = _allocate((host, *shape), dtype, memory, on_device=False)
+        self.host, host_map, self._host_ready = _in_host_memory(shape, dtype, host, memory)
         """[rows, *shape] in host memory, pinned for CUDA"""
         self._commit_device = commit[0]
-        for mapped, now in zip((self._map, host_map), commit, strict=True):
+        for mapped, now in ((self._map, commit[0]), (host_map, commit[1] and memory.is_host)):
             if now:
                 _populate(mapped)
         self.memory = memory
@@ -61,6 +64,11 @@ class Pools:
             into=lambda pairs: copy_rows(host_flat, flat, pairs),
             within=lambda pairs: copy_within(flat, pairs, memory),
         )
+
+    @property
+    def host_ready(self) -> int:
+        """Return how many of the first rows of the host pool may be used; it grows while memory is pinned."""
+        return self._host_ready()
 
     @property
     def stays(self) -> bool:
@@ -106,22 +114,22 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int,
         target[place].copy_(source[row], non_blocking=True)
 
 
-def _allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, memory: DeviceMemory, on_device: bool
-) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Allocate a tensor of zeros in device or host memory. Returns it and its mmap, if it has one. Raises ValueError."""
-    if on_device and not memory.is_host:
-        return torch.zeros(shape, dtype=dtype, device=memory.device), None
-    size = math.prod(shape) * dtype.itemsize
-    if size == 0:
-        return torch.zeros(shape, dtype=dtype), None
+def _in_host_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, rows: int, memory: DeviceMemory
+) -> tuple[torch.Tensor, mmap.mmap | None, Callable[[], int]]:
+    """Allocate [rows, *shape] of zeros in host memory. Returns it, its mmap if it has one, and what tells how many rows may be
+    used. Raises ValueError."""
+    row_bytes = math.prod(shape) * dtype.itemsize
+    if rows * row_bytes == 0:
+        return torch.zeros((rows, *shape), dtype=dtype), None, lambda: rows
     try:
-        mapped = memory.host_map(size)
+        mapped, ready = memory.host_rows(rows, row_bytes)
     except OSError as error:
+        size = rows * row_bytes / 2**30
         raise ValueError(
-            f"cannot allocate a KV pool of {size / 2**30:.1f} GiB: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
+            f"cannot allocate a KV pool of {size:.1f} GiB: {error}; lower kv_gib or kv_tokens, or cpu_offload_gib"
         ) from error
-    return torch.frombuffer(mapped, dtype=dtype).view(shape), mapped
+    return torch.frombuffer(mapped, dtype=dtype).view(rows, *shape), mapped, ready
 
 
 def _populate(memory: mmap.mmap | None) -> None:

@@ -9,7 +9,7 @@ from rollout.engine.kv.block import SlotCounts, WindowCounts
 from rollout.engine.memory import DeviceMemory, free_memory
 
 PINNED_BYTES = 16 << 30
-"""largest default size of a pinned host pool: a driver pins a few gigabytes per second"""
+"""largest default size of a pinned host pool: nothing else on the host can have this memory, not even by swapping"""
 
 
 class PoolSizes(NamedTuple):
@@ -153,8 +153,8 @@ def check_tables(config: EngineConfig, longest: int) -> None:
 def blocks_in_host_memory(config: EngineConfig, bytes_per_block: int, device_blocks: int, memory: DeviceMemory) -> int:
     """Return the number of blocks of the host pool; 0: offload is off.
 
-    The default is the safety threshold of the free memory. With a GPU the pool is pinned, so it is allocated at once; there the
-    default is at most a quarter of the free memory, PINNED_BYTES and the size of the device pool.
+    The default is the safety threshold of the free memory. With a GPU, where the pool is pinned, it is at most a quarter of the
+    free memory, PINNED_BYTES and the size of the device pool.
 
     Args:
         device_blocks: blocks of the device pool, which is in host memory on the CPU.

@@ -11,8 +11,9 @@ draw. So samples have the same bits with and without drafts, at any temperature.
 
 The number of draft tokens in a step maximises the expected tokens per second, from the acceptance rate by length of the match
 (`NgramIndex`) and the duration of a step by number of tokens (`StepSeconds`). `DraftBudget` bounds the time that rejected
-drafts cost. Ideas: prompt lookup decoding (Saxena 2023), grouped speculative decoding among siblings (Seer, arXiv
-2511.14617)."""
+drafts cost. Where steps overlap, a step with drafts does not, since the next one needs its results, and the budget pays for
+that too; once it is spent, steps overlap without drafts until there is some again. Ideas: prompt lookup decoding (Saxena 2023),
+grouped speculative decoding among siblings (Seer, arXiv 2511.14617)."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ import numpy as np
 from rollout.engine.scheduling.ngrams import NgramIndex
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
-from rollout.engine.scheduling.step_seconds import StepSeconds
+from rollout.engine.scheduling.step_seconds import ENOUGH, StepSeconds
 
 MOST_ROWS = 32
 """of a step with drafts; with more rows, looking for drafts takes longer than they save"""
+MOST_ROWS_OVERLAPPED = 16
+"""the same where steps overlap otherwise: a step with drafts does not, since the next one needs its results"""
 MOST_TOKENS = 65_536
 """tokens in the index of one group; when exceeded, the index is built again from the end of each text"""
 PLAIN_EVERY, PLAIN_AT_FIRST = 64, 4
@@ -53,26 +56,39 @@ class DraftBudget:
         """Record a step that was read."""
         self._step, self.accepted = (rows, tokens, seconds), 0
 
-    def close(self, times: StepSeconds) -> None:
-        """Account for that step: add the time that its accepted tokens save, subtract the time that its drafts took."""
+    def close(self, times: StepSeconds, overlapped: StepSeconds | None = None) -> None:
+        """Account for that step: add the time that its accepted tokens save, subtract the time that it took longer than a step
+        without drafts. overlapped: durations of such steps where steps overlap."""
         if self._step is None:
             return
         rows, tokens, seconds = self._step
         self._step, gained = None, SHARE * seconds
-        if tokens > rows and times.table[0]:
+        if overlapped is not None and overlapped.table[0]:
+            usual = float(np.interp(rows, *overlapped.table))
+            if times.knows(rows):
+                usual = min(usual, float(times.of(np.array([rows]))[0]))
+            longer = float(times.of(np.array([tokens]))[0]) if times.knows(tokens) else min(seconds, 2 * usual)
+            gained += self.accepted * usual / rows - max(0.0, longer - usual)
+        elif tokens > rows and times.table[0]:
             plain, longer = times.of(np.array([rows, tokens])).tolist()
             if not times.knows(tokens):  # in proportion to the tokens at most: the machine may have paused
                 longer = plain + min(max(0.0, seconds - plain), plain * (tokens - rows) / rows)
             gained += self.accepted * plain / rows - (longer - plain)
-        self.left = min(MOST_LEFT, self.left + gained)
+        self.add(gained)
+
+    def add(self, seconds: float) -> None:
+        self.left = min(MOST_LEFT, self.left + seconds)
 
 
 class Drafts:
     """Adds draft tokens to decode rows. Owns the n-gram indexes of groups and the measured durations of steps."""
 
-    def __init__(self, most: int, state: SchedulerState) -> None:
-        """most: draft tokens of a row, 0 = off."""
+    def __init__(self, most: int, state: SchedulerState, overlap: bool = False) -> None:
+        """most: draft tokens of a row, 0 = off. overlap: steps without drafts overlap."""
         self.most = most
+        self.overlapped = StepSeconds() if overlap else None
+        """durations of steps that overlap; None: no step does"""
+        self._most_rows = MOST_ROWS_OVERLAPPED if overlap else MOST_ROWS
         self.indexes: WeakKeyDictionary[GroupState, NgramIndex] = WeakKeyDictionary()
         self.seconds = StepSeconds()
         self.budget = DraftBudget()
@@ -82,23 +98,50 @@ class Drafts:
         self._timed = 0, 0, 0, 0.0
         """the newest decode step: its number, rows, tokens and start"""
         self._steps = 0
+        self._chained: dict[int, int] = {}
+        """rows of the decode steps in flight that were planned with another in flight, by number"""
+        self._read_at = 0.0
+        """seconds when the newest step was read"""
+        self._drafted = False
+        """the newest step has drafts"""
+        self._resumed = False
+        """the next plan begins when the step in flight is read"""
+        self._undrafted = 0
+        """steps to run overlapped, to measure their duration"""
 
     def wanted(self, running: list[Sequence]) -> bool:
-        """Return whether the next step may have drafts, which needs the results of the step in flight."""
-        return 0 < len(running) <= MOST_ROWS and self.most > 0
+        """Return whether the next step needs the results of the step in flight: that one has drafts, or the next one may have
+        some."""
+        self._resumed = self._drafted or (0 < len(running) <= self._most_rows and self.most > 0 and self._may_cost())
+        self._drafted = False
+        return self._resumed
+
+    def _may_cost(self) -> bool:
+        """Return whether the budget pays drafts, and the end of an overlap, once it is known what that costs."""
+        self.budget.close(self.seconds, self.overlapped)
+        known = self.overlapped is None or (bool(self.overlapped.table[0]) and not self._undrafted)
+        return known and self.budget.left > 0
+
+    def overlap(self, rows: list[Row], step: int) -> None:
+        """Record the decode rows of a step that is planned with another in flight."""
+        self._chained = {number: count for number, count in self._chained.items() if number == step - 1} | {step: len(rows)}
+        self._undrafted = max(0, self._undrafted - 1)
 
     def extend(self, rows: list[Row], budget: int, step: int, now: float) -> list[Row]:
         """Return the decode rows of a step, with drafts of at most `budget` tokens in all, in unused blocks. step: its number;
         now: seconds, its start."""
         self._matched.clear()
-        self.budget.close(self.seconds)
+        self.budget.close(self.seconds, self.overlapped)
+        began, self._resumed = self._read_at if self._resumed else now, False
         if not rows or not self.most:
             return rows
-        self._timed = step, len(rows), len(rows), now
-        if len(rows) > MOST_ROWS or self.budget.left <= 0:
+        self._timed = step, len(rows), len(rows), began
+        if len(rows) > self._most_rows or not self._may_cost():
             return rows  # timed as well, so that the durations of larger steps are known before any has drafts
         self._steps += 1
         self._state.counters.draft_rows += len(rows)
+        if self._steps % PLAIN_EVERY == 0 and self.overlapped is not None:
+            self._undrafted = ENOUGH
         if self._steps % (PLAIN_EVERY if self.seconds.knows(len(rows)) else PLAIN_AT_FIRST):
             for group in {row.seq.state.number: row.seq.state for row in rows if may_draft(row.seq)}.values():
                 self._index(group)
@@ -108,7 +151,8 @@ class Drafts:
                 self._longer(row, draft[:count], length) if count else row
                 for row, (draft, length), count in zip(rows, drafts, counts, strict=True)
             ]
-        self._timed = step, len(rows), sum(row.count for row in rows), now
+        self._timed = step, len(rows), sum(row.count for row in rows), began
+        self._drafted = self._timed[2] > len(rows)
         return rows
 
     def ended(self, step: int, now: float) -> None:
@@ -117,6 +161,10 @@ class Drafts:
         if step == number:
             self.seconds.add(tokens, now - began)
             self.budget.note(rows, tokens, now - began)
+        elif self.overlapped is not None and step in self._chained:
+            self.overlapped.add(self._chained.pop(step), now - self._read_at)
+            self.budget.add(SHARE * (now - self._read_at))
+        self._read_at = now
 
     def advanced(self, seconds: float) -> None:
         """Record how long the newest step had to advance recurrent states by drafts of the step before. A step with drafts

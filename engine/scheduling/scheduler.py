@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, pools: PoolCounts, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds, never falling."""
         self.state = SchedulerState(config, pools, clock)
-        self.drafts = Drafts(config.drafts or 0, self.state)
+        self.drafts = Drafts(config.drafts or 0, self.state, bool(config.overlap_steps))
         self._round_robin = fairness.RoundRobin()
         self._planned = 0
 
@@ -69,7 +69,9 @@ class Scheduler:
         self._planned += 1
         if filling:
             rows = sorted(rows + filling, key=lambda row: row.seq.age)
-        elif not pending:
+        elif pending:
+            self.drafts.overlap(rows, self._planned)
+        else:
             rows = self.drafts.extend(rows, budget - len(rows), self._planned, now)
         if not rows:
             return copies_only(self._planned, state.store.moves, state.state_advances, state.state_moves, state.window_moves)
@@ -77,6 +79,11 @@ class Scheduler:
         if not pending:
             state.credit.step_began(now)
         return build_plan(state, self._planned, rows, pending)
+
+    def grow_host(self, sizes: Iterable[int]) -> None:
+        """Use more of the host pools. sizes: slots of each of `SchedulerState.stores`."""
+        for store, size in zip(self.state.stores, sizes, strict=True):
+            store.host.grow(size)
 
     def _stop_sequences(self) -> bool:
         """Apply the policies that stop sequences; each decides about the sequences that the policy before it left running.

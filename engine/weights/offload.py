@@ -36,6 +36,8 @@ from rollout.engine.config import WeightOffload
 from rollout.engine.memory import DeviceMemory, host_buffer, placed, side_by_side, storage_bytes
 
 log = logging.getLogger(__name__)
+MLPS = ("mlp", "feed_forward", "block_sparse_moe")
+"""names of the MLP of a decoder layer, the first that it has"""
 
 
 class SlotRing:
@@ -164,11 +166,13 @@ class OffloadedModel:
                 f"{name}: weight_offload.group_size={offload.group_size} is more than its {len(layers)} layers, so that none "
                 "would be offloaded; lower it, or leave weight_offload out"
             )
+        self._inner = "" if offload.part == "layer" else f".{_name_of_mlp([layers[i] for i in self.indices], name)}"
+        """path of what is offloaded in a layer"""
         for i in self.indices:
-            _refuse_ties(module, f"{path}.{i}", name)
+            _refuse_ties(module, f"{path}.{i}{self._inner}", name)
         self._memory, self._device = memory, memory.device
         before = side_by_side(module.parameters())[1]
-        self._layers = [OffloadedLayer(layers[i], pinned=not memory.is_host) for i in self.indices]
+        self._layers = [OffloadedLayer(each, pinned=not memory.is_host) for each in self._offloaded(layers)]
         self.masters = {id(p): m for layer in self._layers for p, m in zip(layer.parameters, layer.masters, strict=True)}
         """host tensor of each offloaded parameter, by the parameter's id"""
         self.offloaded_bytes = sum(layer.size for layer in self._layers)
@@ -186,10 +190,9 @@ class OffloadedModel:
 
     def attach(self, module: nn.Module) -> None:
         """Register the hooks on a module with these parameters: this one, or another one made of the same parameters."""
-        layers = decoder_layers(module, self._name)[1]
-        for k, i in enumerate(self.indices):
-            layers[i].register_forward_pre_hook(lambda *_, k=k: self.ring.before(k))
-            layers[i].register_forward_hook(lambda *_, k=k: self.ring.after(k))
+        for k, each in enumerate(self._offloaded(decoder_layers(module, self._name)[1])):
+            each.register_forward_pre_hook(lambda *_, k=k: self.ring.before(k))
+            each.register_forward_hook(lambda *_, k=k: self.ring.after(k))
 
     def release_memory(self, keep: bool) -> None:
         """Release the slots, and without `keep` the masters too, until `restore_memory`."""
@@ -214,6 +217,10 @@ class OffloadedModel:
             for parameter, start in zip(layer.parameters, layer.starts, strict=True):
                 assert parameter.data_ptr() == base + start, f"a parameter of layer {self.indices[k]} left its slot"
 
+    def _offloaded(self, layers: nn.ModuleList) -> list[nn.Module]:
+        """Return what is offloaded of each of these layers, in order: the layer, or its MLP."""
+        return [layers.get_submodule(f"{i}{self._inner}") for i in self.indices]
+
     def _take_slots(self) -> None:
         largest = max(layer.size for layer in self._layers)
         self._slots = torch.empty((self.ring.slots, largest), dtype=torch.uint8, device=self._device)
@@ -228,8 +235,9 @@ class OffloadedModel:
     def _report(self, offload: WeightOffload, before: int, resident: int) -> None:
         mib = 2**20
         log.info(
-            "layers offloaded model=%r layers=%s host_mib=%.1f slots=%d slot_mib=%.1f device_mib_before=%.1f device_mib=%.1f",
-            self._name, self.indices, self.offloaded_bytes / mib, self.ring.slots,
+            "layers offloaded model=%r part=%s layers=%s host_mib=%.1f slots=%d slot_mib=%.1f device_mib_before=%.1f "
+            "device_mib=%.1f",
+            self._name, offload.part, self.indices, self.offloaded_bytes / mib, self.ring.slots,
             self._slots.nbytes / self.ring.slots / mib, before / mib, resident / mib,
         )  # fmt: skip
         if len(self.indices) <= offload.prefetch_step:
@@ -256,6 +264,16 @@ def decoder_layers(module: nn.Module, name: str) -> tuple[str, nn.ModuleList]:
             "one; leave weight_offload out"
         )
     return next(iter(found.items()))
+
+
+def _name_of_mlp(layers: list[nn.Module], name: str) -> str:
+    """Return the name of the MLP in each of these layers. Raises ValueError naming the model if they have none in common."""
+    for each in MLPS:
+        if all(isinstance(getattr(layer, each, None), nn.Module) for layer in layers):
+            return each
+    raise ValueError(
+        f'{name}: weight_offload.part="mlp" finds no module {", ".join(MLPS)} in all of the layers to offload; set part="layer"'
+    )
 
 
 def _refuse_ties(module: nn.Module, path: str, name: str) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from rollout.engine.kv.pages import KVGeometry
 
 CALLS = 10
 """attentions that are launched in one graph"""
+WORKSPACE_BYTES = 256 << 20
+"""of FlashInfer, which asks for at least half of it"""
 SWEPT: dict[str, tuple[int, ...]] = {"keys": (32, 64), "warps": (4, 8), "stages": (4, 5, 6)}
 """launch parameters to try"""
 ROWS = (1, 2, 3, 8, 16, 17, 32, 64, 65, 96, 128, 160, 224, 256, 512, 1000, 1024, 2048, 4096)
@@ -90,10 +93,15 @@ def one_pool(bench: Bench, contexts: np.ndarray, block: int) -> Rows:
             "fraction_of_copy": 1e3 * read / ms / bench.rates["bytes_per_second"],
             "off": float((out - first).abs().max()),
         }
-    if find_spec("flashinfer") is not None and not geometry.fp8:
-        ms, out = timed(bench, flashinfer(kv, contexts, table, query))
+    if find_spec("flashinfer") is None or geometry.fp8:
+        yield {"launch": "flashinfer", "left_out": "it is not installed" if not geometry.fp8 else "it has no scales per token"}
+        return
+    for tensor_cores in (False, True):
+        ms, out = timed(bench, flashinfer(kv, contexts, table, query, tensor_cores))
         yield {
             "launch": "flashinfer",
+            "version": version("flashinfer-python"),
+            "tensor_cores": tensor_cores,
             "ms": ms,
             "bytes_per_second": 1e3 * read / ms,
             "fraction_of_copy": 1e3 * read / ms / bench.rates["bytes_per_second"],
@@ -120,14 +128,18 @@ def timed(bench: Bench, run: Callable[[], torch.Tensor]) -> tuple[float, torch.T
     return median_ms(bench.device, cuda_capture(torch.cuda.Stream())(calls), bench.sizes.turns) / CALLS, out
 
 
-def flashinfer(kv: Any, contexts: np.ndarray, table: np.ndarray, query: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return FlashInfer's decode attention over the same pool, which it reads where it is."""
-    import flashinfer as other  # pip install flashinfer-python
+def flashinfer(
+    kv: Any, contexts: np.ndarray, table: np.ndarray, query: torch.Tensor, tensor_cores: bool
+) -> Callable[[], torch.Tensor]:
+    """Return FlashInfer's decode attention over the same pool, which it reads where it is. tensor_cores: use the kernels for
+    groups of query heads. It compiles at first use, which needs nvcc."""
+    import flashinfer as other  # the extra of this name
 
     device, heads, dim = query.device, kv.geometry.kv_heads, query.shape[2]
     blocks = -(-contexts // kv.block_size)
     own = table[np.arange(table.shape[1]) < blocks[:, None]]
-    wrapper = other.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device=device), "HND")
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = other.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
     wrapper.plan(
         torch.from_numpy(np.concatenate([[0], np.cumsum(blocks)]).astype(np.int32)).to(device),
         torch.from_numpy(own.astype(np.int32)).to(device),

@@ -25,7 +25,11 @@ from rollout.engine.forward.model import Model
 from rollout.engine.types import Group, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 
-OFFLOADS = tuple(WeightOffload(group_size=4, num_in_group=1, prefetch_step=ahead) for ahead in (1, 2))
+OFFLOADS = (
+    WeightOffload(group_size=4, num_in_group=1, prefetch_step=1),
+    WeightOffload(group_size=4, num_in_group=1, prefetch_step=2),
+    WeightOffload(group_size=4, num_in_group=1, prefetch_step=1, part="mlp"),
+)
 
 
 def decode(bench: Bench) -> Rows:

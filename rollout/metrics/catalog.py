@@ -103,7 +103,9 @@ METRICS: dict[str, Metric] = {
     ),
     "engine/fork_saved_tokens": Metric("tokens", "total", "prompt tokens that children shared instead of prefilling"),
     "kv/device_blocks": Metric("blocks", "now", "size of the pool on the device"),
-    "kv/host_blocks": Metric("blocks", "now", "size of the pool in host memory; 0 = offload is off"),
+    "kv/host_blocks": Metric(
+        "blocks", "now", "size of the pool in host memory; it grows while CUDA pins memory; 0 = offload is off"
+    ),
     "kv/device_free": Metric("blocks", "now", "free blocks on the device"),
     "kv/host_free": Metric("blocks", "now", "free blocks in host memory"),
     "kv/device_used_ratio": Metric("fraction", "now", "fraction of the device pool held by sequences"),

@@ -33,6 +33,9 @@ MOST_INSTRUCTIONS = {False: 480, True: 760}
 """of a warp for 64 keys of Qwen3-8B's heads, KV in bf16 and in fp8, small tiles, in blocks of CUDA's default size"""
 MOST_SPILLED = {"small": 48, "large": 64, "other": 64}
 """bytes of stack of a thread; of large tiles those of sums that are touched once in a chunk or in a span, not with each key"""
+SPILLED_IN_HALF_BLOCKS = 72
+"""the same of large tiles on sm_100 with blocks of half the keys of a turn, which are no default: addresses of keys take the
+registers (Triton 3.9; 32 with whole blocks). With 4 stages it would be 16, and one copy under way in place of 5"""
 
 
 def cut(contexts: np.ndarray) -> tiles.Tiles:
@@ -69,7 +72,8 @@ def held(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         limits, kind = KNOWN[row["capability"]], row.get("tile", "other")
         print(f"sm_{limits.capability} {row}")
-        assert row["spill_bytes"] <= MOST_SPILLED[kind], row
+        halves = limits.capability == 100 and kind == "large" and row["block"] < row["keys"]
+        assert row["spill_bytes"] <= (SPILLED_IN_HALF_BLOCKS if halves else MOST_SPILLED[kind]), row
         if kind != "other":
             assert row["shared_bytes"] <= row["shared_estimate"] <= limits.program_bytes
             assert row["programs"] * (row["shared_bytes"] + PROGRAM_BYTES) <= limits.processor_bytes

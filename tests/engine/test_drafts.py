@@ -174,6 +174,45 @@ def test_nothing_is_drafted_while_nothing_may_be_lost() -> None:
     assert drafted(scheduler) <= 2, "as many as it can bear"
 
 
+def overlapping(left: float) -> Scheduler:
+    """A scheduler whose steps overlap, of a machine where more tokens cost nothing; one child runs. left: of the budget."""
+    scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16, overlap_steps=True)
+    scheduler.drafts.seconds = table(lambda size: 0.1)
+    scheduler.drafts.overlapped = table(lambda size: 0.09)
+    likely(scheduler)
+    scheduler.drafts.budget.left = left
+    return scheduler
+
+
+def test_a_step_with_drafts_is_read_before_the_next_plan() -> None:
+    """Also where the next one is to have none; after that, steps overlap."""
+    scheduler = overlapping(1.0)
+    plan = launch(scheduler)
+    assert rows(scheduler, plan)[0].count > 1
+    scheduler.drafts.budget.left = -1.0
+    assert scheduler.plan() is None
+    commit(scheduler, plan, 4)
+    first, second = launch(scheduler), launch(scheduler)
+    assert [rows(scheduler, each)[0].count for each in (first, second)] == [1, 1] and len(second.pending_tokens) == 1
+
+
+def test_an_overlap_ends_for_drafts_that_the_budget_pays() -> None:
+    """A step with no draft that ends an overlap costs what it takes longer, and is no gain where it is shorter."""
+    scheduler = overlapping(-1.0)
+    first = launch(scheduler)
+    assert not scheduler.drafts.wanted(scheduler.state.running)
+    scheduler.drafts.budget.left = 1.0
+    assert scheduler.plan() is None, "the next step may have drafts"
+    scheduler.drafts.overlapped = StepSeconds()
+    assert scheduler.plan() is not None, "what the end of an overlap costs is not known"
+    commit(scheduler, first, 4)
+    for seconds, left in ((0.1, FIRST + SHARE * 0.1 - 0.01), (0.05, FIRST + SHARE * 0.05), (60.0, FIRST + SHARE * 60 - 0.09)):
+        account = DraftBudget()
+        account.note(1, 1, seconds)
+        account.close(table(lambda size: 0.1) if seconds == 0.1 else table(lambda size: 0.1, [64]), table(lambda size: 0.09))
+        assert account.left == pytest.approx(min(MOST_LEFT, left))
+
+
 def test_noise_does_not_add_up() -> None:
     """Prices rise with the sizes, as they must, and what is noise is no price: the largest of many values is no bound for those
     behind it."""

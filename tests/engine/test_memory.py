@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,22 +15,7 @@ from rollout.engine.devices import resolved
 from rollout.engine.kv import sizing as sizes
 from rollout.engine.kv.sizing import blocks_in_host_memory
 from rollout.engine.memory import HostMemory, host_buffer, pinned
-
-
-class FakeRuntime:
-    def __init__(self, status: int = 0) -> None:
-        self.status = status
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if not self.status:
-            self.registered[address] = size
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        ctypes.string_at(address, 1)  # it is still mapped, or this process is gone
-        del self.registered[address]
-        return 0
+from tests.support.fake_runtime import FakeRuntime
 
 
 def test_pinned_memory_is_given_back_with_its_last_view() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.scheduling.drafts import StepSeconds
+from rollout.engine.scheduling.drafts import FIRST, DraftBudget, StepSeconds
+from rollout.engine.scheduling.drafts import SHARE as OF_TIME
 from tests.support import simulator
 from tests.support.simulator import Costs, SimulatedBatch, follow, simulate
 from tests.support.tiny import tiny_engine
@@ -91,3 +92,29 @@ def test_drafts_never_cost_more_than_a_hundredth(words: int, costs: Costs, monke
         monkeypatch.setattr(StepSeconds, "of", as_at_first)
         worse = simulate(work, msgspec.structs.replace(config, drafts=6), costs, 8000, 0).total
         assert worse > 1.03 * plain, "the control: steps that are not known seem to take as long as larger ones"
+
+
+GPU = Costs(tokens=(1, 32, 256), seconds=(0.005, 0.0051, 0.006), per_draw=0.0, per_kv_token=0.0, per_block=1e-6)
+"""more tokens take hardly longer"""
+HOST_S = 0.0007
+
+
+@pytest.mark.parametrize("words", [8, 100])
+def test_drafts_end_an_overlap_only_where_that_pays(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a GPU, which overlap without drafts. Texts that cannot be guessed cost what the budget has; those that siblings
+    share save time. The negative control: a budget that does not count what the overlap saves."""
+    work = SimulatedBatch(16, 256, lengths(4, 8, 64, 256, seed=2))
+    config = msgspec.structs.replace(CONFIG, kv_tokens=64_000, max_num_seqs=64, max_batch_tokens=256, overlap_steps=True)
+
+    def total(most: int) -> float:
+        return simulate(work, msgspec.structs.replace(config, drafts=most), GPU, 8000, 0, HOST_S).total
+
+    plain = total(0)
+    monkeypatch.setattr(simulator, "word", lambda group, index, position: 16 + (position + 7 * index) % 40)
+    assert total(6) < 0.75 * plain, "siblings say the same"
+    monkeypatch.setattr(simulator, "word", said_at_random(words))
+    bound = plain * (1 + OF_TIME) + FIRST + HOST_S
+    assert total(6) <= bound
+    close = DraftBudget.close
+    monkeypatch.setattr(DraftBudget, "close", lambda self, times, overlapped=None: close(self, times))
+    assert words == 8 or total(6) > bound

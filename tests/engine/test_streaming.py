@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -48,13 +48,18 @@ every = pytest.mark.parametrize(
 some = pytest.mark.parametrize("offload", [*SOME, pytest.param((2, 1, 9), marks=pytest.mark.long)], ids=str)
 
 
-def settings(offload: tuple[int, int, int]) -> WeightOffload:
-    return WeightOffload(group_size=offload[0], num_in_group=offload[1], prefetch_step=offload[2])
+def settings(offload: tuple[int, int, int], part: Literal["layer", "mlp"] = "layer") -> WeightOffload:
+    return WeightOffload(group_size=offload[0], num_in_group=offload[1], prefetch_step=offload[2], part=part)
 
 
-def an_engine(offload: tuple[int, int, int] | None = None, name: str = "llama", **options: Any) -> Engine:
+def an_engine(
+    offload: tuple[int, int, int] | None = None,
+    name: str = "llama",
+    part: Literal["layer", "mlp"] = "layer",
+    **options: Any,
+) -> Engine:
     module = tiny(name, getattr(torch, options.get("dtype", "float32")), num_hidden_layers=LAYERS)
-    return tiny_engine(name, model=module, weight_offload=None if offload is None else settings(offload), **options)
+    return tiny_engine(name, model=module, weight_offload=None if offload is None else settings(offload, part), **options)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,29 @@ def test_a_copy_that_is_left_out_shows(plain: Samples, monkeypatch: pytest.Monke
     copy, count = OffloadedModel._copy, iter(range(10_000))
     monkeypatch.setattr(OffloadedModel, "_copy", lambda self, k: copy(self, k) if next(count) % 50 < 49 else None)
     assert not same(run(an_engine((2, 1, 1)), groups()), plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_mlps_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same samples, before and after a refresh, with the MLPs (or experts) of some layers offloaded, and all else where it
+    was. A copy that is left out shows."""
+    engine, plain = an_engine((2, 1, 2), name, "mlp"), an_engine(None, name)
+    layers = engine.model.module.model.layers  # type: ignore[attr-defined]
+    streamed, slots = streamed_of(engine), streamed_of(engine)._slots.untyped_storage().data_ptr()
+    moved = {path for path, p in layers.named_parameters() if p.untyped_storage().data_ptr() == slots}
+    assert moved and moved == {
+        path for path, _ in layers.named_parameters() if path.split(".")[:2] in [[i, "mlp"] for i in "135"]
+    }
+    assert streamed.offloaded_bytes == 3 * side_by_side(layers[1].mlp.parameters())[1]
+    for weights in ({}, new_weights(name=name)):
+        for each in (engine, plain) if weights else ():
+            each.refresh(weights)
+        assert same(run(engine, probe()), run(plain, probe()))
+    copy = streamed.ring._copy
+    monkeypatch.setattr(streamed.ring, "_copy", lambda k: copy(k) if k != 2 else None)
+    streamed._slots.zero_()
+    streamed.ring.fill()
+    assert not same(run(engine, probe()), run(plain, probe()))
 
 
 @every
@@ -387,6 +415,15 @@ class ToyLayer(nn.Module):
 
     def forward(self) -> None:
         self.compute(self.i, self.weight)
+
+
+def test_layers_without_an_mlp_are_refused() -> None:
+    module = Toy(4)
+    with pytest.raises(ValueError, match=r'toy: weight_offload.part="mlp" finds no module mlp, .*set part="layer"'):
+        OffloadedModel(module, "toy", settings((2, 1, 1), "mlp"), HostMemory())
+    for i, layer in enumerate(module.layers):
+        layer.feed_forward = nn.Linear(3 + i, 3)  # type: ignore[assignment]
+    assert OffloadedModel(module, "toy", settings((2, 1, 1), "mlp"), HostMemory()).offloaded_bytes == 64 * (1 + 1 + 2 + 1)
 
 
 def test_layers_that_cannot_be_found_are_refused() -> None:

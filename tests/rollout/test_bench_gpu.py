@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.bench import against, gpu, gpu_kernels, gpu_runs, runner
+from rollout.bench import against, by_hand, gpu, gpu_kernels, gpu_runs, runner
 from rollout.bench.gpu import main, measure
 from rollout.bench.gpu_bench import QUICK, Args, Bench, ForwardCost, GpuBenchSizes, beside_limit
 from rollout.bench.harness import PeerFailed
 from rollout.bench.inputs import RandomText
 from rollout.bench.workloads import Workload
 from rollout.engine.forward.shapes import configuration
+from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.kv.sizing import PoolSizes
+from rollout.engine.memory import HostMemory
 
 STAND_IN = """
 import time
@@ -103,10 +108,9 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert len(parts["naps"]) == 3
     kinds = ("decode", "decode, mixed lengths", "prefill", "prefill, mixed lengths")
     fetched = [row for row in parts["weights"][:-1] if "what" in row]
-    ahead = sorted({row["prefetch_step"] for row in fetched})
-    assert [row["what"] for row in fetched] == [*kinds] * len(ahead) and ahead in ([1], [1, 2]), (
-        "the second if there are layers"
-    )
+    ways = list(dict.fromkeys((row["part"], row["prefetch_step"]) for row in fetched))
+    assert [row["what"] for row in fetched] == [*kinds] * len(ways) and "left_out" in parts["weights"][4]
+    assert ways == [("layer", 1), ("mlp", 1)], "two ahead if there are layers"
     assert all(row["same_logits"] and 0 < row["resident_limit_ms"] for row in fetched)
     assert "tiny decode: what forward, context 64, ms" in capfd.readouterr().out
 
@@ -254,5 +258,56 @@ def test_launches_of_attention_are_compared(kv_dtype: str, monkeypatch: pytest.M
         config=config, dtype="float32", kv_dtype=kv_dtype, device=torch.device("cpu"), rates={"bytes_per_second": 1e9}
     )
     rows = list(gpu_kernels.one_pool(bench, np.array([70, 33], np.int32), 64))
-    assert [row["launch"] for row in rows] == ["default", {"keys": 32, "warps": 8, "stages": 4}]
-    assert all(row["off"] < 1e-5 and row["bytes_per_second"] > 0 for row in rows)
+    assert [row["launch"] for row in rows] == ["default", {"keys": 32, "warps": 8, "stages": 4}, "flashinfer"]
+    assert all(row["off"] < 1e-5 and row["bytes_per_second"] > 0 for row in rows[:2]) and "left_out" in rows[2]
+
+
+class FakeFlashInfer:
+    """`BatchDecodeWithPagedKVCacheWrapper` of FlashInfer 0.7, with its arguments, by one softmax a row."""
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, *, use_tensor_cores: bool) -> None:
+        assert kv_layout == "HND" and not workspace.any()
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **dtypes: torch.dtype,
+    ) -> None:
+        assert {each.dtype for each in (indptr, indices, last_page_len)} == {torch.int32}
+        self.pages = [indices[begin:end].long() for begin, end in zip(indptr[:-1], indptr[1:], strict=True)]
+        self.last, self.size, self.group = last_page_len.tolist(), page_size, num_qo_heads // num_kv_heads
+
+    def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """cache: K and V, [pages, heads, page_size, dim]; their strides must be equal."""
+        assert cache[0].stride() == cache[1].stride() and cache[0].shape[2] == self.size
+        rows = []
+        for row, pages, last in zip(query, self.pages, self.last, strict=True):
+            length = (len(pages) - 1) * self.size + last
+            k, v = (each[pages].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(self.group, 0) for each in cache)
+            weights = ((k @ row[:, :, None]).squeeze(2) * row.shape[1] ** -0.5).softmax(1)
+            rows.append((weights[:, None] @ v).squeeze(1))
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_another_attention_reads_the_same_pool(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's arguments describe our pool, of several layers. The negative control: rows that are told to be a token
+    shorter have other numbers."""
+    monkeypatch.setattr(gpu_kernels, "WORKSPACE_BYTES", 16)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer))
+    contexts, geometry = np.array([70, 64, 5], np.int32), KVGeometry(3, 2, 16, torch.float32)
+    table = by_hand.own_blocks(3, contexts, 32)
+    kv = PagedKV(geometry, PoolSizes(32, int(table.max()) + 1, 0), HostMemory())
+    by_hand.fill(kv)
+    query = torch.randn(3, 6, 16)
+    made = gpu_kernels.flashinfer(kv, contexts - short, table, query, tensor_cores=True)()
+    for row, blocks, length, one in zip(query, table, contexts, made, strict=True):
+        k, v = kv.data[blocks, 0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        want = scaled_dot_product_attention(row[:, None], k, v, enable_gqa=True)[:, 0]
+        assert (float((one - want).abs().max()) < 1e-5) == (not short)

@@ -15,7 +15,7 @@ from rollout.commands.extras import DISTRIBUTION, EXTRA_OF, install, missing
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-NOT_AT_RUN_TIME = ("dev", "docs")
+NOT_AT_RUN_TIME = ("dev", "docs", "flashinfer")
 
 WITHOUT = """
 import sys

@@ -144,6 +144,10 @@ def disassembled(cubin: bytes, nvdisasm: Path) -> str:
         return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
+PRODUCT = re.compile(r"\b[A-Z]+MMA\b")
+"""HMMA, HGMMA, UTCHMMA …; HFMA2.MMA moves a constant"""
+
+
 def turn_instructions(assembly: str) -> int:
     """Return the instructions of a warp in a turn of the innermost loop with products, on its shortest way, without the
     end of a chunk. 0: no loop has products."""
@@ -155,7 +159,7 @@ def turn_instructions(assembly: str) -> int:
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             code.append(instruction[1])
     jumps = {i: labels[to[1]] for i, each in enumerate(code) if (to := re.search(r"\bBRA\b.*`\((\.L_\w+)\)", each))}
-    loops = [(to, i) for i, to in jumps.items() if to < i and any("MMA" in each for each in code[to:i])]
+    loops = [(to, i) for i, to in jumps.items() if to < i and any(PRODUCT.search(each) for each in code[to:i])]
     if not loops:
         return 0
     first, end = min(loops, key=lambda loop: loop[1] - loop[0])

@@ -165,7 +165,7 @@ class Harness:
     ) -> None:
         """slots: of recurrent state, if the model is to have any: the state after a token is its cell. windows: of layers with
         a sliding window, if it is to have any: their cells are the same, in pools of their own."""
-        self.config = engine_config(kv_tokens=1, **config)
+        self.config = engine_config(kv_tokens=1, overlap_steps=overlap, **config)
         self.now = 0.0
         """of the scheduler's clock; a token takes TOKEN_S"""
         pools = PoolCounts(device_blocks, host_blocks, device_blocks, slots, windows)

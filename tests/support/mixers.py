@@ -77,6 +77,9 @@ def delta(seed: int, dtype: torch.dtype = FP32, heads: int | None = None, kimi: 
     def theirs(inputs: Inputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
         query, key, value, g, beta = (each[None] for each in inputs)
         first = None if state is None else state[None]
+        query, key = (
+            each.repeat_interleave(repeat, 2) for each in (query, key)
+        )  # which transformers 5.17 leaves to its callers
         function = recurrent_kimi_delta_attention if kimi else torch_recurrent_gated_delta_rule
         out, last = function(
             query, key, value, g=g, beta=beta, initial_state=first, output_final_state=True, use_qk_l2norm_in_kernel=l2norm

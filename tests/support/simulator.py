@@ -127,9 +127,13 @@ def follow(scheduler: Scheduler, lengths: np.ndarray) -> None:
     scheduler.commit = scripted  # type: ignore[method-assign]
 
 
-def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int) -> SimulatedEnds:
-    """Run the scheduler until all children have ended."""
-    now, ends = 0.0, list[float]()
+def simulate(
+    work: SimulatedBatch, config: EngineConfig, costs: Costs, device_blocks: int, host_blocks: int, host_s: float = 0.0
+) -> SimulatedEnds:
+    """Run the scheduler until all children have ended. host_s: seconds of the host for each step, during which the device
+    computes the step before where steps overlap (`config.overlap_steps`)."""
+    now, free_at, ends = 0.0, 0.0, list[float]()
+    in_flight: list[tuple[Plan, float]] = []
     scheduler = Scheduler(
         config,
         PoolCounts(device_blocks, host_blocks, max_blocks=work.longest_blocks(config.block_tokens)),
@@ -140,17 +144,30 @@ def simulate(work: SimulatedBatch, config: EngineConfig, costs: Costs, device_bl
     rates.prefill_tokens_per_second = costs.prefill_tokens_per_second
     for group in work.groups():
         scheduler.submit(group, "", group.sampling.seed or 0, frozenset({END}))
-    while scheduler.state.has_work:
-        plan = scheduler.plan()
-        assert plan is not None
-        scheduler.state.store.moved()
-        now += costs.of(plan, config.block_tokens)
-        if not plan.num_rows:
-            raise RuntimeError("the scheduler is stuck: nothing runs and nothing can start")
-        scheduler.launched(plan)
+
+    def commit() -> None:
+        nonlocal now
+        plan, end = in_flight.pop(0)
+        now = max(now, end)
         tokens = script(scheduler, plan, work.lengths)
         zeros = np.zeros(len(tokens), np.float32)
         ended = scheduler.commit(plan, SampledTokens(tokens, zeros, None, np.ones(len(tokens), bool)))
-        ends += [now] * len(ended)
+        ends.extend([now] * len(ended))
         counters.steps += 1
+
+    while scheduler.state.has_work or in_flight:
+        plan = scheduler.plan()
+        if plan is None:
+            commit()
+            continue
+        scheduler.state.store.moved()
+        now += host_s
+        if plan.num_rows:
+            free_at = max(now, free_at) + costs.of(plan, config.block_tokens)
+            scheduler.launched(plan)
+            in_flight.append((plan, free_at))
+        elif not in_flight:
+            raise RuntimeError("the scheduler is stuck: nothing runs and nothing can start")
+        while in_flight and not (config.overlap_steps and in_flight[0][0] is plan and not plan.followed):
+            commit()
     return SimulatedEnds(np.array(ends), counters.steps, counters.offloads)
