@@ -27,8 +27,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.types import Sample, Sampling
 from rollout.transport.errors import RolloutError
-from tests.support.ranks import ranked_engine, saved
-from tests.support.tiny import tiny
+from tests.support.ranks import ranked_engine, saved, tiny_shared
 from tests.support.toy import group, run
 from tests.support.waiting import until
 
@@ -57,7 +56,7 @@ class Reference:
 
     def sample(self, prompt: list[int], seed: int, version: int) -> dict[int, bytes]:
         if self._at != version:
-            self.engine.refresh(tiny("llama", head_dim=32, seed=self.seeds[version]))
+            self.engine.refresh(tiny_shared(seed=self.seeds[version]))
             self._at = version
         asked = group("a", prompt, n=4, seed=seed, max_tokens=24, ignore_eos=True)
         return {index: bits_of(each) for (_, index), each in run(self.engine, [asked]).items()}
@@ -117,7 +116,7 @@ class Chaos:
 
     def refresh(self, client: RolloutClient, number: int) -> None:
         try:
-            applied = client.refresh(tiny("llama", head_dim=32, seed=number))
+            applied = client.refresh(tiny_shared(seed=number))
         except RolloutError as error:
             print(f"refresh refused: {error}", flush=True)
             self.counts["refused_refreshes"] += 1
