@@ -64,7 +64,7 @@ from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingB
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.memory import DeviceMemory, HostMemory
-from rollout.engine.weights.cuts import summed_linears
+from rollout.engine.weights.layer_cuts import summed_products
 
 __all__ = [
     "Backend", "CannotAttend", "StepCapacity", "CpuDevice", "CudaDevice", "Device", "NativeAttention", "NativeUnavailable",
@@ -187,7 +187,7 @@ class CpuDevice:
         if config.tp == 1:  # ranks have marked their parts
             whole_sums(model.module)
             if config.sums_in_tree:
-                sum_slices(summed_linears(model.module), Summed(SLICES, None))
+                sum_slices(summed_products(model.module), Summed(SLICES, None))
         if config.weight_dtype == "int8":
             self._use_int8(model)
         if model.states is not None and self.isa != "torch":

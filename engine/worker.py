@@ -42,7 +42,7 @@ from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geomet
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
 from rollout.engine.forward.versions import check_versions
-from rollout.engine.kv.block import PoolCounts, WindowCounts
+from rollout.engine.kv.block import PoolCounts, SlotCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.kv.routes import RouteGeometry, RoutePages
@@ -104,6 +104,8 @@ class WorkerParts(NamedTuple):
     weights: Callable[[ModelLike, Device], Weights]
     agree: Callable[[PoolSizes], PoolSizes]
     """takes the sizes that this device has room for; returns those of all"""
+    agree_with_states: Callable[[SlotCounts, PoolSizes], tuple[SlotCounts, PoolSizes]]
+    """the same for a recurrent model, where slots of states are beside the blocks"""
 
 
 class Worker:
@@ -284,7 +286,7 @@ def weights_of(model: ModelLike, device: Device) -> Weights:
     return Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
 
 
-ONE_DEVICE = WorkerParts(Worker, weights_of, lambda sizes: sizes)
+ONE_DEVICE = WorkerParts(Worker, weights_of, lambda sizes: sizes, lambda slots, sizes: (slots, sizes))
 
 
 def open_worker(
@@ -315,7 +317,7 @@ def open_worker(
     kernels, routes = with_routes(config, kernels)
     report("allocating the KV pools")
     weights = parts.weights(model, device)
-    kv = take_kv(config, device, model, routes, parts.agree)
+    kv = take_kv(config, device, model, routes, parts)
     worker = parts.make(fitted(config, kv), device, kernels, kv, weights)
     if routes is not None and isinstance(model, Model):
         most = max(16, StepCapacity.of(config, model).tokens)
@@ -369,15 +371,15 @@ def take_kv(
     device: Device,
     model: ModelLike,
     routes: RouteGeometry | None = None,
-    agree: Callable[[PoolSizes], PoolSizes] = ONE_DEVICE.agree,
+    parts: WorkerParts = ONE_DEVICE,
 ) -> PagedKV:
-    """Allocate both KV pools, and those of routes. agree: as in `WorkerParts`. Raises ValueError if there is not enough memory
+    """Allocate both KV pools, and those of routes and of states. Raises ValueError if there is not enough memory
     for them, or for their block tables in host memory."""
     memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
     block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_tokens
-    sizes, geometry, states = agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
+    sizes, geometry, states = parts.agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
     if geometry is not None:
-        slots, sizes = state_sizes(config, geometry.nbytes, sizes, block_bytes, memory)
+        slots, sizes = parts.agree_with_states(*state_sizes(config, geometry.nbytes, sizes, block_bytes, memory))
         states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))
     windows = windows_of(model)
     longest = -(-model.context // config.block_tokens)

@@ -32,7 +32,7 @@ from rollout.engine.cpu.experts import ExpertKernels, as_routes, sort_routes
 from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
 from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
-from rollout.engine.cpu.sums import Summed
+from rollout.engine.cpu.sums import SumKernels, Summed
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
 from rollout.engine.forward.routes import is_experts, norms_after
 
@@ -72,15 +72,15 @@ class ExactLinear(nn.Linear):
         return f"{super().extra_repr()}, isa={self.isa}"
 
 
-def summed_of(linear: nn.Module) -> Summed | None:
-    """Return how an nn.Linear is summed over slices; None: it is not."""
-    return getattr(linear, "summed", None)
+def summed_of(module: nn.Module) -> Summed | None:
+    """Return how an nn.Linear, or the second product of experts, is summed over slices; None: it is not."""
+    return getattr(module, "summed", None)
 
 
-def sum_slices(linears: Iterable[nn.Linear], summed: Summed) -> None:
+def sum_slices(modules: Iterable[nn.Module], summed: Summed) -> None:
     """Mark products that are summed over slices, for `use_products` and the decoder that follow."""
     each: Any
-    for each in linears:
+    for each in modules:
         each.summed = summed
 
 
@@ -191,7 +191,7 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
     """Forward of experts: hidden [T, H], the k experts of each token [T, k] and their weights [T, k] → [T, H]."""
     products, k = products_of(self.isa), top_k_index.shape[1]
     if products.experts is not None and not torch.is_grad_enabled():
-        return _experts_at_once(self, products.experts, hidden, top_k_index, top_k_weights)
+        return _experts_at_once(self, products.experts, products.sums, hidden, top_k_index, top_k_weights)
     first = _matrices(self, "gate_up_proj" if self.has_gate else "up_proj")
     second = _matrices(self, "down_proj")
     chosen, order = torch.sort(top_k_index.flatten(), stable=True)
@@ -205,7 +205,7 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
         tokens = at // k
         up = linear(hidden[tokens], *first(expert), products)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)
-        out = linear(inner, *second(expert), products)
+        out = linear(inner, *second(expert), products, summed_of(self))
         if norms_after(self):
             out = self.post_expert_norm(out)
         total = total.index_add(0, tokens, out.float() * top_k_weights.flatten()[at].float()[:, None])
@@ -213,7 +213,12 @@ def exact_experts(self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, to
 
 
 def _experts_at_once(
-    self: Any, kernels: ExpertKernels, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    kernels: ExpertKernels,
+    sums: SumKernels | None,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Compute `exact_experts` without gradients: the products of all experts in one call, in the same bits."""
     routes = sort_routes(top_k_index.numpy(), self.num_experts)
@@ -225,7 +230,11 @@ def _experts_at_once(
     if not in_c:
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     bias = self.down_proj_bias if self.has_bias else None
-    out = kernels.grouped(inner, self.down_proj, bias, routes, gather=False, by_input=by_input)
+    if (summed := summed_of(self)) is None:
+        out = kernels.grouped(inner, self.down_proj, bias, routes, gather=False, by_input=by_input)
+    else:
+        assert sums is not None and bias is None and not by_input, "use_products and cuts refuse"
+        out = sums.grouped(inner, self.down_proj, routes, summed)
     return kernels.combine(self.post_expert_norm(out) if norms_after(self) else out, top_k_weights, routes)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollout.engine.cpu.build import check_layout
+from rollout.engine.cpu.experts import Routes
 from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
 from rollout.engine.types import RankLost
@@ -55,6 +56,12 @@ class SumStruct(ctypes.Structure):
         ("l", Linear), ("slices", c_int64), ("rows", c_int64),
         *((name, c_void_p) for name in ("x", "residual", "out", "packed", "exchange")),
     ]  # fmt: skip
+
+
+class GroupedSumStruct(ctypes.Structure):
+    """`GroupedSum` of c/sums.c."""
+
+    _fields_ = [("all", SumStruct), ("groups", c_int64), ("expert", c_void_p), ("begin", c_void_p)]
 
 
 def shared_bytes(ranks: int, width: int) -> int:
@@ -133,7 +140,7 @@ class Exchange:
 
 
 class Summed(NamedTuple):
-    """Marks an nn.Linear whose inputs are cut into eight slices."""
+    """Marks an nn.Linear, or experts, whose inputs are cut into eight slices; of experts, those of the second product."""
 
     slices: int
     """of the eight that it has"""
@@ -146,8 +153,9 @@ class SumKernels:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels, self.library = kernels, kernels.library
-        check_layout(self.library, "rollout_layout_sums", Meeting=Meeting, Exchange=ExchangeStruct, Sum=SumStruct)
-        for name in ("rollout_sum", "rollout_meet", "rollout_sum_bytes"):
+        structs = {"Meeting": Meeting, "Exchange": ExchangeStruct, "Sum": SumStruct, "GroupedSum": GroupedSumStruct}
+        check_layout(self.library, "rollout_layout_sums", **structs)
+        for name in ("rollout_sum", "rollout_grouped_sum", "rollout_meet", "rollout_sum_bytes"):
             getattr(self.library, name).restype = c_int64
 
     def packed(self, rows: int, inputs: int, slices: int, dtype: torch.dtype) -> torch.Tensor:
@@ -172,6 +180,27 @@ class SumKernels:
             ctypes.addressof(exchange.struct),
         )  # fmt: skip
         self.library.rollout_sum(ctypes.byref(self.kernels.team()), ctypes.byref(work))
+        exchange.check()
+        return out
+
+    @plain_calls
+    def grouped(self, x: torch.Tensor, weight: torch.Tensor, routes: Routes, summed: Summed) -> torch.Tensor:
+        """Return x [R, inputs] · weight[expert]ᵀ for each row of `routes`, [R, outputs], in the bits of `linear`. weight:
+        [E, outputs, inputs], contiguous. Raises RankLost."""
+        outputs, inputs = weight.shape[1:]
+        assert x.dtype == weight.dtype and x.shape == (len(routes.choice), inputs) and not inputs % (2 * summed.slices)
+        assert weight.is_contiguous() and (not len(routes.expert) or routes.expert[-1] < len(weight))
+        x, out = x.contiguous(), x.new_empty(len(x), outputs)
+        exchange = summed.exchange or Exchange(outputs)
+        packed = self.packed(len(x), inputs, summed.slices, x.dtype)
+        work = GroupedSumStruct(
+            SumStruct(
+                Linear(weight.data_ptr(), None, outputs, inputs, x.dtype == torch.bfloat16, False, 0, inputs), summed.slices,
+                len(x), x.data_ptr(), None, out.data_ptr(), packed.data_ptr(), ctypes.addressof(exchange.struct),
+            ),
+            len(routes.expert), routes.expert.ctypes.data, routes.begin.ctypes.data,
+        )  # fmt: skip
+        self.library.rollout_grouped_sum(ctypes.byref(self.kernels.team()), ctypes.byref(work))
         exchange.check()
         return out
 

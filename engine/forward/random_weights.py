@@ -46,6 +46,7 @@ def load_module(folder: str | Path, **options: Any) -> PreTrainedModel:
 def draw(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """Make a causal language model of a configuration with random weights, in host memory. options: of `from_config`."""
     model = blank(config, dtype, **options)
+    initialise(model)
     fill(model, {name: Part(tuple(weight.shape), WHOLE, 0, 1) for name, weight in model.named_parameters()})
     return model.eval()
 
@@ -59,20 +60,17 @@ def blank(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
 
 
 def fill(model: PreTrainedModel, parts: Mapping[str, Part]) -> None:
-    """Draw the weights of a model whose parameters are these parts of whole ones, by name."""
+    """Draw the matrices of a model whose parameters are these parts of whole ones, by name."""
     output = model.get_output_embeddings()
     chunks = []
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
-            weight._is_hf_initialized = True  # so that transformers leaves it alone
             shape = parts[name].shape
             deviation = (SPREAD if output is not None and weight is output.weight else 1.0) / math.sqrt(shape[-1])
             count = -(-math.prod(shape) // CHUNK)
             chunks += [(weight.data, parts[name], i, f"{name}/{i}", deviation) for i in range(count)]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(_fill, *zip(*chunks, strict=True)))
-    _initialise_the_rest(model)
-    _turn_last_norm(model)
 
 
 def _fill(weight: torch.Tensor, part: Part, number: int, name: str, deviation: float) -> None:
@@ -97,12 +95,15 @@ def _generator(name: str) -> np.random.Generator:
 
 
 @torch.no_grad()
-def _initialise_the_rest(model: PreTrainedModel) -> None:
-    """Let transformers initialise what is no matrix, each module from a seed of its own."""
+def initialise(model: PreTrainedModel) -> None:
+    """Let transformers initialise what is no matrix in a blank model, each module from a seed of its own."""
+    for weight in model.parameters():
+        weight._is_hf_initialized = weight.dim() > 1  # so that transformers leaves it alone
     with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
         for name, module in model.named_modules():
             torch.manual_seed(_seed(name) % 2**63)
             model._init_weights(module)
+    _turn_last_norm(model)
 
 
 @torch.no_grad()

@@ -2,29 +2,28 @@
 
 The module is transformers' own with smaller products: its attention has fewer heads, its MLP fewer numbers. Three places
 exchange something with the other ranks: the embedding, of which each rank has some tokens; the head, whose logits are gathered;
-and o and down, whose sums are those of all ranks (`rollout.engine.cpu.sums`)."""
+and products whose inputs are cut, whose sums are those of all ranks (`rollout.engine.cpu.sums`)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from rollout.engine.forward.random_weights import blank, fill
+from rollout.engine.forward.random_weights import blank, fill, initialise
+from rollout.engine.forward.saved_parts import read_parts
 from rollout.engine.forward.shapes import is_random
 from rollout.engine.memory import host_buffer, placed, side_by_side
-from rollout.engine.weights.cuts import Cut, Part, check_ranks, counts_of, cuts_of, parts_of
+from rollout.engine.weights.cuts import Cut, Part, parts_of
+from rollout.engine.weights.layer_cuts import check_ranks, cuts_of, divisions_of, tensors_of
 
 Gather = Callable[[torch.Tensor, Sequence[Sequence[int]]], list[torch.Tensor]]
 """takes a tensor and the shapes of those that all ranks give, and returns these, in the order of the ranks"""
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class RankPlace(NamedTuple):
@@ -108,21 +107,33 @@ def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> Loade
     module = blank(config, dtype)
     cuts = cuts_of(module)
     check_ranks(module, place.ranks)
-    shapes = {name: tuple(each.shape) for name, each in module.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(each.shape) for name, each in tensors_of(module)}
     parts = parts_of(cuts, shapes, *place[:2])
-    _shrink(module, parts)
-    _divide_vocabulary(module, place)
     if is_random(folder):
-        fill(module, parts)
+        draw_parts(module, parts, place.ranks)
     else:
-        read_parts(Path(folder), dict(module.named_parameters(remove_duplicate=False)), parts)
+        shrink(module, parts, place.ranks)
+        read_parts(Path(folder), module, parts)
         if (Path(folder) / "generation_config.json").is_file():
             module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    _divide_vocabulary(module, place)
     return LoadedPart(module.eval(), cuts, shapes)
 
 
-def _shrink(module: PreTrainedModel, parts: Mapping[str, Part]) -> None:
+def draw_parts(module: PreTrainedModel, parts: Mapping[str, Part], ranks: int) -> None:
+    """Make a blank module one rank's part of the model that `random_weights.draw` makes."""
+    initialise(module)
+    small = {name: each.data for name, each in module.named_parameters() if each.ndim == 1}
+    shrink(module, parts, ranks)
+    for name, whole in small.items():
+        module.get_parameter(name).data.copy_(parts[name].of(whole))
+    fill(module, parts)
+
+
+def shrink(module: PreTrainedModel, parts: Mapping[str, Part], ranks: int) -> None:
     """Give a blank module parameters of the parts' shapes, next to each other, and the numbers that follow from them."""
+    kind = module.config.model_type
+    divisions = [each for layer in module.base_model.layers for each in divisions_of(layer, kind)]
     likes = {name: torch.empty(parts[name].here, dtype=each.dtype, device="meta") for name, each in module.named_parameters()}
     starts, size = side_by_side(likes.values())
     memory = host_buffer(size, pin=False)
@@ -131,10 +142,8 @@ def _shrink(module: PreTrainedModel, parts: Mapping[str, Part]) -> None:
     for each in module.modules():
         if type(each) is nn.Linear:
             each.out_features, each.in_features = each.weight.shape
-    for layer in module.base_model.layers:
-        counts = counts_of(layer)
-        assert counts is not None
-        layer.self_attn.num_key_value_groups = counts.heads // counts.kv_heads
+    for division in divisions:
+        division.fit(ranks)
 
 
 def _divide_vocabulary(module: PreTrainedModel, place: RankPlace) -> None:
@@ -144,35 +153,3 @@ def _divide_vocabulary(module: PreTrainedModel, place: RankPlace) -> None:
     head.vocabulary = embedding.vocabulary = VocabularyParts(spans, place)
     embedding.__class__ = EmbeddingPart
     head.register_forward_hook(_joined)
-
-
-def read_parts(folder: Path, parameters: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> None:
-    """Read the parts of tensors from a folder's safetensors, only the bytes that they need. parameters: by all their names, of
-    tied ones too. Raises ValueError naming the tensor that is not there or has another shape."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
-    files = _files(folder)
-    wanted: dict[Path, list[str]] = {}
-    for same in names.values():
-        found = next((name for name in same if name in files), None)
-        if found is None:
-            raise ValueError(f"model folder {str(folder)!r}: {same[0]} is in none of its safetensors, by this name")
-        wanted.setdefault(files[found], []).append(found)
-    for file, here in wanted.items():
-        with safe_open(file, framework="pt") as opened:
-            for name in here:
-                whole, part = opened.get_slice(name), parts[name]
-                if tuple(whole.get_shape()) != part.shape:
-                    raise ValueError(f"{file}: {name} has shape {tuple(whole.get_shape())}, and {part.shape} in config.json")
-                parameters[name].data.copy_(whole[part.where()] if part.where() else whole[:])
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a folder. Raises ValueError."""
-    if (index := folder / INDEX).is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    if not (single := folder / SINGLE).is_file():
-        raise ValueError(f"model folder {str(folder)!r} has neither {INDEX} nor {SINGLE}: save the model with save_pretrained")
-    with safe_open(single, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), single)

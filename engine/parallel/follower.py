@@ -65,6 +65,8 @@ class Follower:
                 self._channel.send(self._answer(order))
 
     def _follow(self, plan: Plan) -> None:
+        if len(plan.state_advances):
+            self._worker.advance(plan)
         self._worker.move(plan)
         if plan.num_rows:
             self._worker.execute(plan)

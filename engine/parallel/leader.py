@@ -162,6 +162,10 @@ class Leader(RankWorker):
     def lead(self, followers: Followers) -> None:
         self.followers = followers
 
+    def advance(self, plan: Plan) -> None:
+        with self._one_fate():  # the other ranks do it when `move` sends the plan
+            super().advance(plan)
+
     def move(self, plan: Plan) -> Copied:
         with self._one_fate():
             self._tell(Follow(plan.encode()))
@@ -262,7 +266,6 @@ def check(config: EngineConfig) -> None:
     others = {
         "weight_offload": config.weight_offload is not None,
         "latent_kv": config.latent_kv,
-        "routed_experts": config.routed_experts,
         "overlap_steps": bool(config.overlap_steps),
     }
     for name, on in others.items():

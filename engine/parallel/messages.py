@@ -31,7 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
-    """Make the copies of a plan and compute its rows. Not answered."""
+    """Advance the states of a plan, make its copies and compute its rows. Not answered."""
 
     plan: bytes
 

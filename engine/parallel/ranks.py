@@ -20,10 +20,12 @@ from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed
 from rollout.engine.forward.model import BrokenModel, Model, in_one_line
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
+from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost
-from rollout.engine.weights.cuts import NotCut, summed_linears_of
+from rollout.engine.weights.cuts import NotCut
+from rollout.engine.weights.layer_cuts import summed_products_of
 from rollout.engine.worker import InFlight, Report, Worker, WorkerParts, open_worker
 
 CHECK_STEPS = 256
@@ -104,9 +106,11 @@ def open_rank(config: EngineConfig, ranks: Ranks, report: Report, weigh: Weigh, 
         raise
     except Exception as error:
         raise BrokenModel(f"model folder {config.model!r} cannot be loaded: {in_one_line(error)}") from error
-    sum_slices(summed_linears_of(loaded.module), Summed(SLICES // config.tp, ranks.exchange))
+    sum_slices(summed_products_of(loaded.module), Summed(SLICES // config.tp, ranks.exchange))
     model = Model(loaded.module, config.model)
-    parts = WorkerParts(kind, lambda model, device: weigh(loaded), partial(agreed, config, ranks))
+    parts = WorkerParts(
+        kind, lambda model, device: weigh(loaded), partial(agreed, config, ranks), partial(agreed_with_states, config, ranks)
+    )
     worker = open_worker(config, model, report, parts)
     assert isinstance(worker, kind)
     worker.join(ranks, config.tp_timeout_s)
@@ -117,6 +121,19 @@ def agreed(config: EngineConfig, ranks: Ranks, sizes: PoolSizes) -> PoolSizes:
     """Return the pools of the rank that has least room; default sizes are divided among ranks, which share a host's memory."""
     device = sizes.device if sizes.commit_device else max(1, sizes.device // config.tp)
     host = sizes.host if sizes.commit_host or not sizes.host else max(1, sizes.host // config.tp)
-    own = torch.tensor([device, host])
-    least = torch.stack(ranks.gather(own, [own.shape] * config.tp)).amin(0).tolist()
+    least = least_of(ranks, [device, host])
     return sizes._replace(device=least[0], host=least[1])
+
+
+def agreed_with_states(config: EngineConfig, ranks: Ranks, slots: SlotCounts, sizes: PoolSizes) -> tuple[SlotCounts, PoolSizes]:
+    """Return the same with slots of states, which `state_sizes` made of what ranks had agreed on, and of their free memory."""
+    by_memory = config.kv_tokens is not None and not sizes.commit_host
+    host = max(1, sizes.host // config.tp) if by_memory and sizes.host else sizes.host
+    least = least_of(ranks, [slots.device, slots.host, sizes.device, host])
+    return SlotCounts(least[0], least[1]), sizes._replace(device=least[2], host=least[3])
+
+
+def least_of(ranks: Ranks, numbers: list[int]) -> list[int]:
+    """Return the least of all ranks' numbers, each by its place."""
+    own = torch.tensor(numbers)
+    return torch.stack(ranks.gather(own, [own.shape] * ranks.exchange.ranks)).amin(0).tolist()

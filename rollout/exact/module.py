@@ -25,7 +25,7 @@ from rollout.engine.forward.arithmetic import (
     without_tree,
 )
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
-from rollout.engine.weights.cuts import summed_linears
+from rollout.engine.weights.layer_cuts import summed_products
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
 from rollout.exact.recurrence import use_exact_recurrence
@@ -119,7 +119,7 @@ def _use_exact_with_trees(model: Any, arithmetic: str, block_size: int, threads:
     """Do the same for a service with `tree_sums`, as each one with tensor parallelism is."""
     if model.device.type != "cpu":
         raise ValueError(f"the service has tree_sums, and the model is on {model.device}: its sums need the CPU")
-    sum_slices(summed_linears(model), Summed(SLICES, None))
+    sum_slices(summed_products(model), Summed(SLICES, None))
     try:
         made = use_exact(model, arithmetic, block_size, threads)
     except BaseException:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from rollout.engine.worker import Worker
 from tests.support.configs import engine_config
 from tests.support.equivalence import assert_same
 from tests.support.families import build
+from tests.support.ranks import ranked_engine, ranks_in_threads, saved
 from tests.support.samebits import ROOMY, SAME, asked, engine_of, prompt, samples_of
 from tests.support.toy import group, run
 
@@ -111,6 +115,21 @@ def test_native_layers_leave_steps_with_drafts_to_the_module(guesses: Known) -> 
     drafted, engine = samples_of(made, groups, drafts=4)
     assert_same(plain, drafted)
     assert_drafted(engine)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "qwen3_5_moe_text"))]
+)
+def test_ranks_advance_their_states(tmp_path: Path, name: str, guesses: Known) -> None:
+    """Two ranks with drafts have the samples of one rank without."""
+    folder, groups = saved(tmp_path, "bfloat16", name), asked((61, 7, 40), n=3, tokens=24)
+    with ranks_in_threads():
+        with closing(ranked_engine(folder, 1, "bfloat16", kv_tokens=1024)) as engine:
+            guesses |= tokens_of(plain := run(engine, groups))
+        with closing(ranked_engine(folder, 2, "bfloat16", kv_tokens=1024, drafts=4)) as engine:
+            assert_same(plain, run(engine, groups))
+            assert_drafted(engine)
 
 
 def whole(samples: Iterable[Sample]) -> Samples:

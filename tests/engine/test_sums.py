@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.engine.cpu.experts import Routes, sort_routes
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed, shared_bytes
@@ -79,6 +80,32 @@ def test_bits_do_not_depend_on_the_number_of_ranks(dtype: torch.dtype) -> None:
         want = kernels().linear(x, w, b, Summed(SLICES, None))
         assert torch.equal(kernels().linear(x[:1], w, b, Summed(SLICES, None)), want[:1])
         assert all(torch.equal(got, want) for ranks in (2, 4, 8) for got in on_ranks(ranks, x, w, b))
+
+
+def by_expert(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Routes]:
+    """Return inputs, weights of five experts and the routes of rows to four of them."""
+    generator = torch.Generator().manual_seed(rows)
+    x, w = torch.randn(rows, 96, generator=generator).to(dtype), torch.randn(5, 64, 96, generator=generator).to(dtype)
+    chosen = torch.randint(5, (rows, 1), generator=generator)
+    chosen[chosen == 2] = 0
+    return x, w, sort_routes(chosen.numpy(), 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 9, 700])
+def test_rows_of_several_weights_have_the_bits_of_one_product_each(rows: int, dtype: torch.dtype) -> None:
+    """Also where rows of an expert are in two exchanges, on every number of ranks."""
+    x, w, routes = by_expert(rows, dtype)
+    groups = zip(routes.expert, routes.begin[:-1], routes.begin[1:], strict=True)
+    want = [kernels().linear(x[first:last], w[expert], None, Summed(SLICES, None)) for expert, first, last in groups]
+    for ranks in (1, 2, 8):
+        of, each = exchanges(ranks, 64), 96 // ranks
+
+        def product(rank: int, of: list[Exchange] = of, each: int = each) -> torch.Tensor:
+            at = slice(rank * each, (rank + 1) * each)
+            return kernels().grouped(x[:, at], w[:, :, at].contiguous(), routes, Summed(SLICES // len(of), of[rank]))
+
+        assert all(torch.equal(got, torch.cat([*want, got[:0]])) for got in on_all(ranks, product))
 
 
 @pytest.mark.parametrize("isa", best_first([isa for isa in here() if isa != "plain"]))

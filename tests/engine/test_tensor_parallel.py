@@ -7,15 +7,16 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollout.engine.engine import Engine
 from rollout.engine.parallel import ranks as of_ranks
@@ -23,7 +24,8 @@ from rollout.engine.types import DeviceLost, Group, PartialSample, Sample, Sampl
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.tensors import InvalidWeights
 from rollout.exact import sample_logprobs, use_exact
-from tests.support.ranks import bits, ranked_engine, ranks_in_threads, saved
+from tests.support.families import build
+from tests.support.ranks import bits, ranked_engine, ranks_in_threads, saved, tiny_shared
 from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny
 from tests.support.toy import group, run
@@ -42,30 +44,67 @@ SAMPLINGS: list[dict[str, Any]] = [
 Samples = dict[tuple[str, int], Sample]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Engine]]:
-    """Engines of the same model on 1, 2 and 4 ranks."""
-    folder = saved(tmp_path_factory.mktemp("tiny"), request.param)
+class Replicas(NamedTuple):
+    """Engines of a model of `SHAPES` on 1, 2 and 4 ranks."""
+
+    name: str
+    dtype: str
+    of: dict[int, Engine]
+
+    def weights(self, seed: int) -> PreTrainedModel:
+        return tiny_shared(self.name, seed=seed)
+
+
+DENSE = [("llama", "float32"), ("llama", "bfloat16")]
+ALL = [*DENSE, ("qwen3_5_moe_text", "bfloat16")]
+"""and one that has experts, delta nets and attention with gates"""
+NAMES = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "lfm2")
+"""a dense model, a mixture, and hybrids with delta nets, with both, and with convolutions"""
+MORE = [(name, dtype) for name in NAMES for dtype in ("float32", "bfloat16") if (name, dtype) not in ALL]
+CASES = 30
+"""of each of them: 300 in all"""
+
+
+@pytest.fixture(scope="module")
+def replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    """Engines of the model and the dtype that a test asks for."""
+    name, dtype = request.param
+    folder = saved(tmp_path_factory.mktemp("tiny"), dtype, name)
     with ranks_in_threads():
-        made = {tp: ranked_engine(folder, tp, request.param) for tp in (1, 2, 4)}
-    yield made
+        made = {
+            tp: ranked_engine(
+                folder,
+                tp,
+                dtype,
+            )
+            for tp in (1, 2, 4)
+        }
+    yield Replicas(name, dtype, made)
     for engine in made.values():
         engine.close()
 
 
-def random_case(seed: int) -> Callable[[dict[int, Engine], int], Samples]:
-    """Make a case that runs on an engine, parts of it on the one before: forks, preemption, a refresh in the middle, scores,
-    turns, children that were cut elsewhere."""
+def of_replicas(pairs: list[tuple[str, str]], long: Sequence[tuple[str, str]] = ()) -> pytest.MarkDecorator:
+    """Run a test with `pairs`, and with `long` in the nightly tier."""
+    params = [pytest.param(each, id="-".join(each)) for each in pairs]
+    params += [pytest.param(each, id="-".join(each), marks=pytest.mark.long) for each in long]
+    return pytest.mark.parametrize("replicas", params, indirect=True, scope="module")
+
+
+def random_case(replicas: Replicas, seed: int) -> Callable[[int], Samples]:
+    """Make a case that runs on so many ranks, parts of it on another number: forks, preemption, a refresh in the middle,
+    scores, turns, children that were cut elsewhere."""
     r = random.Random(seed)
     base = [r.randrange(3, 199) for _ in range(60)]
     prompts = [[*base[: r.randrange(50)], r.randrange(3, 199)] for _ in range(6)]
     steps = [r.randrange(5) for _ in prompts]
     at_refresh, kv, cut = r.randrange(1, 5), r.choice(["keep", "recompute"]), r.randrange(2, 10)
+    old, new = replicas.weights(seed), replicas.weights(seed + 1)
 
-    def case(engines: dict[int, Engine], tp: int) -> Samples:
-        engine, other = engines[tp], engines[{1: 4, 2: 1, 4: 2}[tp]]
+    def case(tp: int) -> Samples:
+        engine, other = replicas.of[tp], replicas.of[{1: 4, 2: 1, 4: 2}[tp]]
         for each in {id(engine): engine, id(other): other}.values():
-            each.refresh(tiny("llama", head_dim=32, seed=seed))
+            each.refresh(old)
         groups = [
             group(f"{seed}/{number}", prompt, **{"seed": number, "max_tokens": 16, **SAMPLINGS[number % len(SAMPLINGS)]})
             for number, prompt in enumerate(prompts)
@@ -76,9 +115,9 @@ def random_case(seed: int) -> Callable[[dict[int, Engine], int], Samples]:
             for _ in range(steps[number]):
                 done |= {(sample.group_id, sample.index): sample for sample in engine.step()}
             if number == at_refresh:
-                engine.refresh(tiny("llama", head_dim=32, seed=seed + 1), kv=kv)
+                engine.refresh(new, kv=kv)
         done |= run(engine)
-        other.refresh(tiny("llama", head_dim=32, seed=seed + 1))
+        other.refresh(new)
         short = group("short", prompts[0], n=2, seed=5, max_tokens=cut, ignore_eos=True)
         begun = run(other, [short])
         resumed = Sampling(n=2, seed=5, max_tokens=20, ignore_eos=True)
@@ -111,33 +150,54 @@ def numbered(samples: Samples) -> dict[tuple[str, int], tuple[object, ...]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 150))])
-def test_samples_do_not_depend_on_the_number_of_ranks(engines: dict[int, Engine], seed: int) -> None:
-    case = random_case(seed)
-    one, two, four = (numbered(case(engines, tp)) for tp in (1, 2, 4))
+@of_replicas(ALL, MORE)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, CASES))])
+def test_samples_do_not_depend_on_the_number_of_ranks(replicas: Replicas, seed: int) -> None:
+    case, engines = random_case(replicas, seed), replicas.of.values()
+    one, two, four = (numbered(case(tp)) for tp in (1, 2, 4))
     assert one == two == four and len(one) > 15
     assert seed or {version for each in one.values() for _, version in each[2]} == {0, 1}, "refreshed in the middle"
-    assert all(engine.counters.offloaded_blocks and engine.counters.restored_blocks for engine in engines.values())
-    assert len({engine.arithmetic for engine in engines.values()}) == 1
+    assert all(engine.counters.offloaded_blocks and engine.counters.restored_blocks for engine in engines)
+    assert len({engine.arithmetic for engine in engines}) == 1
 
 
 @torchs_log_softmax
-def test_a_trainer_has_the_bits_of_two_ranks(engines: dict[int, Engine]) -> None:
-    engine = engines[2]
-    dtype = engine.model.geometry.dtype
-    engine.refresh(tiny("llama", dtype, head_dim=32))
+@of_replicas(ALL, MORE)
+def test_a_trainer_has_the_bits_of_two_ranks(replicas: Replicas) -> None:
+    engine, dtype = replicas.of[2], getattr(torch, replicas.dtype)
+    model = tiny_shared(replicas.name, dtype)
+    engine.refresh(model)
     samples = run(engine, [group("a", range(3, 20), n=2, max_tokens=12, ignore_eos=True)])
-    model = tiny("llama", dtype, head_dim=32)
     assert engine.arithmetic.endswith("+tree8/1")
     assert use_exact(model, engine.arithmetic, block_size=8).arithmetic == engine.arithmetic
     prompt = np.arange(3, 20).astype(np.int32)
     with torch.no_grad():
         scores = sample_logprobs(model, [(prompt, each.token_ids) for each in samples.values()])
+    learned = sample_logprobs(model, [(prompt, each.token_ids) for each in samples.values()])
     assert all(np.array_equal(got.numpy(), each.logprobs) for got, each in zip(scores, samples.values(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(learned, scores, strict=True)), "also with gradients"
+    torch.cat(learned).sum().backward()
+    assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in model.parameters())
 
 
-def test_sleep_and_wake_on_all_ranks(engines: dict[int, Engine]) -> None:
-    engine, weights = engines[2], tiny("llama", head_dim=32, seed=3)
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_sums_in_a_tree_and_routes_of_experts(tmp_path: Path, name: str) -> None:
+    """Two ranks return the routes of one with the same sums; other sums have other bits."""
+    asked = group("a", range(3, 40), n=4, max_tokens=12, ignore_eos=True, routed_experts=True)
+    folder, found = saved(tmp_path, "float32", name), {}
+    with ranks_in_threads():
+        for tp, tree in ((1, True), (2, True), (1, False)):
+            with closing(ranked_engine(folder, tp, "float32", tree_sums=tree, routed_experts=True)) as engine:
+                samples = run(engine, [asked])
+                found[tp, tree] = bits(samples), [each.routed_experts for each in samples.values()]
+    assert found[1, True][0] == found[2, True][0] != found[1, False][0]
+    pairs = zip(found[1, True][1], found[2, True][1], strict=True)
+    assert all(one is not None and len(one) and np.array_equal(one, two) for one, two in pairs)
+
+
+@of_replicas(ALL)
+def test_sleep_and_wake_on_all_ranks(replicas: Replicas) -> None:
+    engine, weights = replicas.of[2], replicas.weights(3)
     engine.refresh(weights)
     asked = group("a", range(3, 40), n=4, max_tokens=12)
     want, digest = bits(run(engine, [asked])), engine.weights.digest
@@ -148,29 +208,35 @@ def test_sleep_and_wake_on_all_ranks(engines: dict[int, Engine]) -> None:
     engine.sleep(2)
     engine.wake()
     engine.refresh(weights)
-    assert engine.weights.live_digest() == engine.weights.digest == digest == engines[2].weights.digest
+    assert engine.weights.live_digest() == engine.weights.digest == digest
     assert [each[:2] for each in bits(run(engine, [asked])).values()] == [each[:2] for each in want.values()]
 
 
-def test_digests_are_those_of_whole_tensors(engines: dict[int, Engine]) -> None:
+@of_replicas(ALL)
+def test_digests_are_those_of_whole_tensors(replicas: Replicas) -> None:
+    engines, weights = replicas.of, replicas.weights(4)
     for engine in engines.values():
-        engine.refresh(tiny("llama", head_dim=32, seed=4))
+        engine.refresh(weights)
     assert len({engine.weights.digest for engine in engines.values()}) == 1
     assert len({engine.weights.live_digest() for engine in engines.values()}) == 1
-    name = "model.layers.0.mlp.down_proj.weight"
-    pieces = [engine.weights.own.read_slice(name, 64, 128).tobytes() for engine in engines.values()]
-    assert pieces[0] == pieces[1] == pieces[2]
-    engines[4].refresh({name: torch.ones(64, 96)}, partial=True)
+    names = [name for name, _ in weights.named_parameters() if any(each in name for each in ("mlp", "conv1d", "qkv", "A_log"))]
+    for name in names:
+        start, size = (64, 128) if weights.get_parameter(name).numel() >= 96 else (0, 4)
+        pieces = [engine.weights.own.read_slice(name, start, size).tobytes() for engine in engines.values()]
+        assert pieces[0] == pieces[1] == pieces[2], name
+    name = next(name for name in names if "down_proj" in name)
+    engines[4].refresh({name: torch.ones_like(weights.get_parameter(name))}, partial=True)
     assert engines[4].weights.live_digest() == engines[4].weights.digest != engines[1].weights.digest
 
 
+@of_replicas(ALL)
 @pytest.mark.parametrize("bad", [1, 0])
 def test_a_refresh_that_one_rank_cannot_take_is_undone_on_all(
-    engines: dict[int, Engine], monkeypatch: pytest.MonkeyPatch, bad: int
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
     """The failing rank has swapped some tensors, and the other one perhaps all."""
-    engine = engines[2]
-    engine.refresh(tiny("llama", head_dim=32, seed=6))
+    engine = replicas.of[2]
+    engine.refresh(replicas.weights(6))
     asked = group("a", range(3, 40), n=4, max_tokens=12)
     want, digest = bits(run(engine, [asked])), engine.weights.digest
     slices = RefreshBuffers.slices
@@ -178,7 +244,7 @@ def test_a_refresh_that_one_rank_cannot_take_is_undone_on_all(
     failed = []
 
     def failing(self: RefreshBuffers, name: str) -> Iterator[Any]:
-        if "layers.1.mlp.down" in name and (self is own) == (bad == 0) and not failed:
+        if "layers.1.mlp" in name and "down_proj" in name and (self is own) == (bad == 0) and not failed:
             failed.append(name)
             raise MemoryError("no memory for a slice")
         yield from slices(self, name)
@@ -189,20 +255,21 @@ def test_a_refresh_that_one_rank_cannot_take_is_undone_on_all(
             "no memory" if bad == 0 else "rank 1 could not take the new weights, and all ranks keep the old ones: MemoryError"
         )
         with pytest.raises((MemoryError, RuntimeError), match=reason):
-            engine.refresh(tiny("llama", head_dim=32, seed=7))
+            engine.refresh(replicas.weights(7))
     assert failed and engine.weights.live_digest() == engine.weights.digest == digest
     assert bits(run(engine, [asked])) == want
-    engine.refresh(tiny("llama", head_dim=32, seed=7))
+    engine.refresh(replicas.weights(7))
     assert engine.weights.live_digest() == engine.weights.digest != digest
 
 
-def test_bad_tensors_are_refused_before_any_rank_has_them(engines: dict[int, Engine]) -> None:
-    engine, good = engines[2], dict(tiny("llama", head_dim=32, seed=8).named_parameters())
+@of_replicas(ALL)
+def test_bad_tensors_are_refused_before_any_rank_has_them(replicas: Replicas) -> None:
+    engine, good = replicas.of[2], dict(replicas.weights(8).named_parameters())
     engine.refresh(good)
     digest = engine.weights.digest
-    name = "model.layers.1.self_attn.k_proj.weight"
+    name = next(name for name in good if name.endswith(("layers.1.self_attn.k_proj.weight", "layers.1.mlp.experts.down_proj")))
     bad = good[name].detach().clone()
-    bad[-1, -1] = torch.nan  # in the part of the last rank
+    bad.view(-1)[-1] = torch.nan  # in the part of the last rank
     for tensor, reason in ((bad, "holds NaN"), (bad[:-1], "has shape")):
         with pytest.raises(InvalidWeights, match=f"{name}.*{reason}"):
             engine.refresh(good | {name: tensor})
@@ -236,18 +303,40 @@ def test_options_and_models_that_ranks_do_not_support_are_refused(tmp_path: Path
         ]:
             with pytest.raises(ValueError, match=reason):
                 ranked_engine(saved(tmp_path / "a", "float32"), 2, "float32", **options)
-        tiny("mixtral").save_pretrained(tmp_path / "b")
-        with pytest.raises(ValueError, match=r"mixtral has .*serve this one whole \(tp = 1\)"):
+        tiny("phi3").save_pretrained(tmp_path / "b")
+        with pytest.raises(ValueError, match=r"phi3 has .*serve this one whole \(tp = 1\)"):
             ranked_engine(str(tmp_path / "b"), 2, "float32")
         with pytest.raises(ValueError, match="4 query heads, which 8 ranks cannot share"):
             ranked_engine(saved(tmp_path / "c", "float32"), 8, "float32")
 
 
+FAMILIES_CUT = (
+    "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4_moe", "granite", "helium", "hy_v3",
+    "lfm2_moe", "ministral", "mixtral", "olmo", "qwen2", "qwen2_moe", "qwen3", "qwen3_next", "seed_oss", "smollm3",
+    "solar_open",
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES_CUT)
+def test_every_family_that_is_cut_has_the_bits_of_one_rank(tmp_path: Path, name: str) -> None:
+    """Families are recognised by their modules, so more of them are served than have names in the guide."""
+    build(name).save_pretrained(tmp_path)
+    asked = [group("a", range(3, 40), n=3, max_tokens=20), group("b", range(5, 25), n=3, max_tokens=10)]
+    found = []
+    with ranks_in_threads():
+        for tp in (1, 2):
+            with closing(ranked_engine(str(tmp_path), tp, "float32", kv_tokens=2048)) as engine:
+                found.append((bits(run(engine, asked)), engine.weights.live_digest()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("loads_in_full")  # as the other rank does, in its own process: they are in step
 @pytest.mark.parametrize(
     "number, reason",
     [
         (signal.SIGKILL, "rank 1 of 2 has ended: killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "rank 1 of 2 did not answer within 1 s", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, "rank 1 of 2 did not answer within 5 s", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_killed_or_hangs_ends_the_replica(tmp_path: Path, number: int, reason: str) -> None:

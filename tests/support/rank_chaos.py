@@ -1,4 +1,6 @@
-"""A fleet of two replicas of two ranks each under an adversary:  python -m tests.support.rank_chaos [--minutes 10] [--seed 0]
+"""A fleet of two replicas of two ranks each under an adversary:
+
+    python -m tests.support.rank_chaos [--minutes 10] [--seed 0] [--name qwen3_5_moe_text]
 
 Ranks are killed, stopped and delayed, and weights are refreshed, while a trainer submits groups. Each sample of one version is
 compared with what one rank makes of the same weights. Prints one JSON object as its last line; the exit status is 1 if anything
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from transformers import PreTrainedModel
 
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig, ServiceConfig, dump
@@ -27,8 +30,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.types import Sample, Sampling
 from rollout.transport.errors import RolloutError
-from tests.support.ranks import ranked_engine, saved
-from tests.support.tiny import tiny
+from tests.support.ranks import SHAPES, ranked_engine, saved, tiny_shared
 from tests.support.toy import group, run
 from tests.support.waiting import until
 
@@ -50,14 +52,17 @@ def config(folder: str) -> Config:
 class Reference:
     """One rank in this process, which makes the samples of a version. seeds: of the weights of each version."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, name: str) -> None:
         self.engine: Engine = ranked_engine(folder, 1, "float32", kv_tokens=1024)
-        self.seeds = {0: 0}
+        self.name, self.seeds = name, {0: 0}
         self._at = 0
+
+    def weights(self, seed: int) -> PreTrainedModel:
+        return tiny_shared(self.name, seed=seed)
 
     def sample(self, prompt: list[int], seed: int, version: int) -> dict[int, bytes]:
         if self._at != version:
-            self.engine.refresh(tiny("llama", head_dim=32, seed=self.seeds[version]))
+            self.engine.refresh(self.weights(self.seeds[version]))
             self._at = version
         asked = group("a", prompt, n=4, seed=seed, max_tokens=24, ignore_eos=True)
         return {index: bits_of(each) for (_, index), each in run(self.engine, [asked]).items()}
@@ -70,8 +75,8 @@ def bits_of(sample: Sample) -> bytes:
 class Chaos:
     """The fleet, what is done to it and what was found. counts: by name."""
 
-    def __init__(self, folder: str, endpoint: str, root: psutil.Process, r: random.Random) -> None:
-        self.reference, self.endpoint, self.root, self.r = Reference(folder), endpoint, root, r
+    def __init__(self, reference: Reference, endpoint: str, root: psutil.Process, r: random.Random) -> None:
+        self.reference, self.endpoint, self.root, self.r = reference, endpoint, root, r
         self.counts: Counter[str] = Counter()
         self.seen: set[int] = set()
         """processes of the fleet"""
@@ -117,7 +122,7 @@ class Chaos:
 
     def refresh(self, client: RolloutClient, number: int) -> None:
         try:
-            applied = client.refresh(tiny("llama", head_dim=32, seed=number))
+            applied = client.refresh(self.reference.weights(number))
         except RolloutError as error:
             print(f"refresh refused: {error}", flush=True)
             self.counts["refused_refreshes"] += 1
@@ -146,15 +151,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", choices=SHAPES, default="llama")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, ready = saved(Path(name) / "model", "float32"), Path(name) / "ready"
+        folder, ready = saved(Path(name) / "model", "float32", asked.name), Path(name) / "ready"
         toml = Path(name) / "serve.toml"
         toml.write_text(dump(config(folder)))
         command = [sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready), "--quiet"]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL) as router:
             until(lambda: ready.exists() or router.poll() is not None, "the fleet listens", 300.0)
-            chaos = Chaos(folder, ready.read_text(), psutil.Process(router.pid), random.Random(asked.seed))
+            reference = Reference(folder, asked.name)
+            chaos = Chaos(reference, ready.read_text(), psutil.Process(router.pid), random.Random(asked.seed))
             adversary = threading.Thread(target=chaos.disturb)
             adversary.start()
             try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
@@ -81,9 +82,41 @@ def ranks_in_threads() -> Iterator[None]:
         yield
 
 
-def saved(folder: Path, dtype: str, **options: object) -> str:
-    """Save a tiny model whose layers the native decoder runs."""
-    tiny("llama", getattr(torch, dtype), head_dim=32, **options).save_pretrained(folder)
+LINEAR = ["linear_attention", "linear_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+DELTA_NET = {
+    "num_hidden_layers": 3, "layer_types": LINEAR, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24, "linear_value_head_dim": 32, "head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+SHAPES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen3_moe": {**EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET},
+    "qwen3_next": {**EXPERTS, **DELTA_NET, "mlp_only_layers": [1]},
+    "lfm2": {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "hidden_size": 128,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": {
+        **EXPERTS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "hidden_size": 128,
+        "num_dense_layers": 1,
+    },
+}  # fmt: skip
+"""tiny models that four ranks can share, most of whose layers the native decoder runs; some mixtures have dense layers, too"""
+
+
+def tiny_shared(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Make a tiny model of SHAPES."""
+    head_dim = {} if name.startswith("lfm2") else {"head_dim": 32}
+    return tiny(name, dtype, seed, **{**head_dim, **SHAPES[name]})
+
+
+def saved(folder: Path, dtype: str, name: str = "llama") -> str:
+    """Save a tiny model of SHAPES."""
+    tiny_shared(name, getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
 
 
@@ -97,7 +130,7 @@ def ranked_engine(folder: str, tp: int, dtype: str, **options: object) -> Engine
         "cpu_offload_gib": 0.001,
         "drafts": 0,
     }
-    return Engine(engine_config(model=folder, dtype=dtype, tp=tp, tree_sums=True, threads=1, **(small | options)))
+    return Engine(engine_config(model=folder, dtype=dtype, tp=tp, threads=1, **({"tree_sums": True} | small | options)))
 
 
 def bits(samples: dict[tuple[str, int], Sample]) -> dict[tuple[str, int], tuple[object, ...]]:

@@ -163,10 +163,9 @@ static void add_up(const Branch *b, int64_t slice, int64_t n, int level) {
 }
 
 /* This rank's branch of `rows` rows. Work: (panel, block of ROWS rows). */
-static void multiply_branch(Worker *w, const Sum *p, const Product *product, const char *x, int64_t rows, int64_t each) {
+static void multiply_branch(Worker *w, const Sum *p, const Product *product, const char *x, int64_t rows, int64_t each, float *part) {
     const Linear l = slice_of(p, 0);
     const int64_t parts = panels(&l, product), blocks = (rows + ROWS - 1) / ROWS;
-    float *part = part_of(p->exchange, p->exchange->rank);
     Room room;
     if (product->begin) product->begin();
     for (int64_t i; (i = take(w, parts * blocks)) >= 0;) {
@@ -212,26 +211,78 @@ static void finish_rows(Worker *w, const Sum *p, int64_t first, int64_t rows) {
             p->l.is_bf16 ? finish(p, first, r, at, p->l.outputs - at, 1) : finish(p, first, r, at, p->l.outputs - at, 0);
 }
 
+/* This rank's branch of the rows from `first` on, in `part`. Ends with a barrier. */
+static void add_branch(Worker *w, const Sum *p, int64_t first, int64_t rows, float *part) {
+    const Linear l = slice_of(p, 0);
+    const Product *product = product_for(&l, w->region->team->tuning);
+    const int64_t each = slice_bytes(&l, product, rows);
+    const char *x = pack_slices(w, p, product, first, rows, each);
+    barrier(w);
+    multiply_branch(w, p, product, x, rows, each, part);
+    barrier(w);
+}
+
+/* Begin an exchange. Returns this rank's part of it. */
+static float *begin_exchange(Worker *w, Exchange *e) {
+    if (take(w, 1) == 0) rollout_turn(e);
+    barrier(w);
+    return part_of(e, e->rank);
+}
+
+/* Add up the parts of the rows from `first` on, when all ranks have written theirs. Ends with a barrier; 0: the exchange has failed. */
+static int end_exchange(Worker *w, const Sum *p, int64_t first, int64_t rows) {
+    if (take(w, 1) == 0) meet(p->exchange, rows * p->l.outputs);
+    barrier(w);
+    if (p->exchange->failed) return 0;
+    finish_rows(w, p, first, rows);
+    barrier(w);
+    return 1;
+}
+
+INLINE int64_t rows_at_once(const Sum *p, int64_t first) {
+    const int64_t most = p->exchange->room / p->l.outputs, left = p->rows - first;
+    return left < most ? left : most;
+}
+
 int sum_slices(Worker *w, const Sum *p) {
-    const int64_t most = p->exchange->room / p->l.outputs;
-    for (int64_t first = 0; first < p->rows; first += most) {
-        const int64_t rows = p->rows - first < most ? p->rows - first : most;
-        const Linear l = slice_of(p, 0);
-        const Product *product = product_for(&l, w->region->team->tuning);
-        const int64_t each = slice_bytes(&l, product, rows);
-        if (take(w, 1) == 0) rollout_turn(p->exchange);
-        barrier(w);
-        const char *x = pack_slices(w, p, product, first, rows, each);
-        barrier(w);
-        multiply_branch(w, p, product, x, rows, each);
-        barrier(w);
-        if (take(w, 1) == 0) meet(p->exchange, rows * p->l.outputs);
-        barrier(w);
-        if (p->exchange->failed) return 0;
-        finish_rows(w, p, first, rows);
-        barrier(w);
+    for (int64_t first = 0, rows; first < p->rows; first += rows) {
+        rows = rows_at_once(p, first);
+        float *part = begin_exchange(w, p->exchange);
+        add_branch(w, p, first, rows, part);
+        if (!end_exchange(w, p, first, rows)) return 0;
     }
     return 1;
+}
+
+/* Products of several weights, each with rows of its own, in as few exchanges as one product of all rows. */
+typedef struct {
+    Sum all;               /* its weight is [experts][outputs][inputs], without bias */
+    int64_t groups;        /* weights that have rows */
+    const int64_t *expert; /* [groups] */
+    const int64_t *begin;  /* [groups + 1] first row of each */
+} GroupedSum;
+
+/* This rank's branches of the rows from `first` on, in `part`. */
+static void add_branches(Worker *w, const GroupedSum *g, int64_t first, int64_t rows, float *part) {
+    const int64_t weight = bytes_of(&g->all.l, g->all.l.outputs * g->all.l.row);
+    for (int64_t i = 0; i < g->groups; i++) {
+        const int64_t from = g->begin[i] > first ? g->begin[i] : first;
+        const int64_t to = g->begin[i + 1] < first + rows ? g->begin[i + 1] : first + rows;
+        if (from >= to) continue;
+        Sum p = g->all;
+        p.l.w = (const char *)p.l.w + g->expert[i] * weight;
+        add_branch(w, &p, from, to - from, part + (from - first) * p.l.outputs);
+    }
+}
+
+static void grouped(void *worker, void *work) {
+    Worker *w = worker;
+    const GroupedSum *g = work;
+    for (int64_t first = 0, rows; first < g->all.rows; first += rows) {
+        rows = rows_at_once(&g->all, first);
+        add_branches(w, g, first, rows, begin_exchange(w, g->all.exchange));
+        if (!end_exchange(w, &g->all, first, rows)) return;
+    }
 }
 
 static void alone(void *worker, void *work) { sum_slices(worker, work); }
@@ -240,6 +291,11 @@ static void alone(void *worker, void *work) { sum_slices(worker, work); }
 int64_t rollout_sum(const Team *team, const Sum *p) {
     run(team, alone, (void *)p);
     return p->exchange->failed;
+}
+
+int64_t rollout_grouped_sum(const Team *team, const GroupedSum *g) {
+    run(team, grouped, (void *)g);
+    return g->all.exchange->failed;
 }
 
 /* The most that x takes in `packed`. */
@@ -256,5 +312,6 @@ const Field rollout_layout_sums[] = {
 #define AT(field) FIELD(Sum, field)
     AT(l), AT(slices), AT(rows), AT(x), AT(residual), AT(out), AT(packed), AT(exchange),
 #undef AT
+    FIELD(GroupedSum, all), FIELD(GroupedSum, groups), FIELD(GroupedSum, expert), FIELD(GroupedSum, begin),
     {NULL, NULL, 0, 0},
 };

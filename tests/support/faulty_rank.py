@@ -1,0 +1,12 @@
+"""A rank other than 0 of `tests.support.rank_service`."""
+
+from __future__ import annotations
+
+import sys
+
+from rollout.engine.parallel.follower import main
+from tests.support.rank_service import fail_commits
+
+if __name__ == "__main__":
+    fail_commits("1")
+    sys.exit(main())
