@@ -92,7 +92,7 @@ class BuildKernels(build_py):
 def _compile(isa: str, cc: str, folder: Path) -> str | None:
     began = time.monotonic()
     try:
-        compile_library(isa, cc, folder / library_name(isa), timeout_s=COMPILE_TIMEOUT_S)
+        compile_library(isa, cc, folder / library_name(isa), more=["-s"], timeout_s=COMPILE_TIMEOUT_S)
     except NativeUnavailable as error:  # an old compiler may not know the newest instructions
         return str(error)
     print(f"rollout: {isa} compiled in {time.monotonic() - began:.0f} s", flush=True)

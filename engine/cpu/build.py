@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.engine.cpu.isa import ISAS, isa_of, lacking
@@ -95,11 +96,20 @@ def library_name(isa: str, folder: Path = SOURCES, *more: str) -> str:
 
 
 def compile_library(
-    isa: str, compiler: str, target: Path, folder: Path = SOURCES, timeout_s: float = COMPILE_TIMEOUT_S
+    isa: str,
+    compiler: str,
+    target: Path,
+    folder: Path = SOURCES,
+    more: Sequence[str] = (),
+    timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> None:
-    """Compile the C files of `folder` to `target` atomically. Raises NativeUnavailable, also after `timeout_s` seconds."""
+    """Compile the C files of `folder` to `target` atomically. Raises NativeUnavailable, also after `timeout_s` seconds.
+
+    Args:
+        more: flags that leave the results as they are, such as `-s`, which omits the symbols that profilers show.
+    """
     sources = [str(source) for source in _sources(folder) if source.suffix == ".c"]
-    command = [compiler, *FLAGS, *isa_of(isa).flags, *sources]
+    command = [compiler, *FLAGS, *isa_of(isa).flags, *more, *sources]
     try:
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
