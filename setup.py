@@ -28,6 +28,8 @@ from rollout.engine.cpu.build import NativeUnavailable, compile_library, find_co
 from rollout.engine.cpu.isa import ISAS  # noqa: E402
 
 LIBRARIES = "rollout/engine/cpu/lib"
+SMALLER = ["-s", "-fno-asynchronous-unwind-tables"]
+"""flags: without symbols and tables for debuggers"""
 COMPILE_TIMEOUT_S = 1800
 """for each library, on a busy machine"""
 BESIDE = ("engine", "transport", "recipes")
@@ -92,7 +94,7 @@ class BuildKernels(build_py):
 def _compile(isa: str, cc: str, folder: Path) -> str | None:
     began = time.monotonic()
     try:
-        compile_library(isa, cc, folder / library_name(isa), more=["-s"], timeout_s=COMPILE_TIMEOUT_S)
+        compile_library(isa, cc, folder / library_name(isa), more=SMALLER, timeout_s=COMPILE_TIMEOUT_S)
     except NativeUnavailable as error:  # an old compiler may not know the newest instructions
         return str(error)
     print(f"rollout: {isa} compiled in {time.monotonic() - began:.0f} s", flush=True)

@@ -94,7 +94,7 @@ def loads_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if "loads_in_full" in request.fixturenames:
         return
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)
-    monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33, 130))
+    monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33))
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ PAGES = {
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
     if (found := snippets_of(str(path.relative_to(ROOT)), path.read_text()))
 }
-LONG = [page for page, found in PAGES.items() if any(snippet.mark("long") is not None for snippet in found)]
+NIGHTLY = ("docs/client.md", "docs/http.md", "docs/ledger.md", "docs/receipts.md")
+"""pages that start services of their own; of such pages, README.md, docs/cli.md and docs/install.md are in the default tier"""
 MOST_EXCEPTED = 30
 """blocks and commands that no test runs, in all pages"""
 PIP = " ".join(("pip", "install"))  # no sentence for test_install_sentences.py
@@ -49,7 +50,7 @@ def read(
     return reader.counts
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(each, marks=[pytest.mark.long] * (each in NIGHTLY)) for each in PAGES])
 def test_a_page_works_as_printed(page: str, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     print(page, dict(read(desk, tmp_path, PAGES[page], monkeypatch)))
 

@@ -267,6 +267,7 @@ SAME = [
 ]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("shape", SAME, ids=text)
 def test_the_same_bits_in_any_company(shape: Shape, backend: NativeAttention) -> None:
     made = family(shape)

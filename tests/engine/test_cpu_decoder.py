@@ -148,6 +148,7 @@ CHANGES: dict[str, tuple[str, int, Any]] = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_step_has_other_bits(what: str) -> None:
     """The negative control of the comparison: any one thing that a step does otherwise is seen."""

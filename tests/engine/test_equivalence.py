@@ -75,6 +75,7 @@ def test_class(name: str, canonical: Canonical) -> None:
         assert engine.counters.recomputed_tokens == 0
 
 
+@pytest.mark.some(2)
 @arithmetics([*OURS, *OTHERS[1:]])
 def test_alone_or_in_a_crowd(canonical: Canonical) -> None:
     """Each group alone, and all of them among 16 others that come and go."""

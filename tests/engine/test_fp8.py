@@ -116,6 +116,7 @@ def canonical() -> dict[tuple[str, int], Sample]:
 SHORT = ("small chunks", "preemptions by recompute", "offload", "overlapped, offload")
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in SHORT else pytest.mark.long) for each in CLASSES])
 def test_class(name: str, canonical: dict[tuple[str, int], Sample]) -> None:

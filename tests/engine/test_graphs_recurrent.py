@@ -102,6 +102,7 @@ class Frozen(StepGraphs):
             super()._send_state_rows(rows, end)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["lfm2", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5_text", "falcon_h1"))]
 )

@@ -63,6 +63,7 @@ def by_hand(model: PreTrainedModel, tensors: Named, names: list[str], scale: flo
     return model
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offload", [None, WeightOffload(group_size=2, num_in_group=1, prefetch_step=1)], ids=["", "offload"])

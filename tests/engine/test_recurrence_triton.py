@@ -95,6 +95,7 @@ def wrong(it: Any, kind: Kind, dtype: torch.dtype, seeds: tuple[int, ...], bound
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_transformers(it: Any, kind: Kind) -> None:
     assert not wrong(it, kind, FP32, (0, 2, 3), 1e-5)
@@ -160,6 +161,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_seen(it: Any, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(it, "_kernels", Mutated(mutant.changes))
@@ -270,6 +272,7 @@ def differing(it: Any, kind: Kind, dtype: torch.dtype, seed: int, tokens: int = 
     return found + (not torch.equal(states[slot], last))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.func.__name__)
 def test_bits_do_not_depend_on_the_rows(it: Any, kind: Kind, dtype: torch.dtype) -> None:
@@ -289,6 +292,7 @@ def test_a_state_that_is_lost_between_rows_is_seen(it: Any, monkeypatch: pytest.
         assert differing(it, kind, FP32, 1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.func.__name__)
 def test_forks_restores_and_states_advanced_twice(it: Any, kind: Kind) -> None:
     """Two rows may read one slot and write others; a state that is copied away and back goes on; a row that runs again from the
@@ -340,6 +344,7 @@ def test_what_does_not_fit(it: Any) -> None:
 
 
 # ── counted ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.func.__name__)
 def test_bits_do_not_depend_on_the_tiles(it: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the device has them, and others."""

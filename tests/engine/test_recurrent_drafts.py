@@ -246,6 +246,7 @@ def patch_never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "advance", lambda self, plan: None)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "mutant", [patch_rejected, patch_twice, patch_row, patch_inputs, patch_never], ids=lambda mutant: mutant.__doc__
 )

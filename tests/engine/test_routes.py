@@ -71,6 +71,7 @@ def test_routes_are_those_that_hooks_see(name: str) -> None:
     assert isinstance(model, Model) and engine.routing.layers == tuple(each.layer for each in experts_in(model.module))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_routes_follow_kv_that_moves(setting: str) -> None:
     groups = [asked(f"g{i}", each, i, temperature=0.1) for i, each in enumerate((61, 40, 7))]

@@ -199,6 +199,7 @@ def drawn_again(asked: Group, samples: Samples, **changes: Any) -> Group:
     return msgspec.structs.replace(to_score(asked, samples), redraw=True, **changes)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_given_tokens_are_drawn_again(name: str) -> None:
     """All of them if they are right, else up to the first draw that is another token, which is the right one."""

@@ -174,6 +174,7 @@ def answer(h: Harness, number: int = 0) -> int:
     raise AssertionError(f"few is not done after {h.scheduler.state.counters.generated_tokens - before} tokens")
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("device", "host"), [(400, 0), (64, 64), (64, 400), (64, 0)])
 def test_a_small_group_does_not_wait_behind_huge_work(device: int, host: int, overlap: bool) -> None:

@@ -21,6 +21,7 @@ from tests.support.toy import group, run
 CPU = torch.device("cpu")
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ def weights(seed: int, dtype: str = "float32") -> dict[str, torch.Tensor]:
     return dict(tiny("llama", getattr(torch, dtype), seed).named_parameters())
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("sent", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "offload", [None, WeightOffload(group_size=2, num_in_group=1, prefetch_step=1)], ids=["resident", "offload"]

@@ -150,6 +150,7 @@ def numbered(samples: Samples) -> dict[tuple[str, int], tuple[object, ...]]:
     return found
 
 
+@pytest.mark.some(2)
 @of_replicas(ALL, MORE)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, CASES))])
 def test_samples_do_not_depend_on_the_number_of_ranks(replicas: Replicas, seed: int) -> None:

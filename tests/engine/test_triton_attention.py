@@ -101,6 +101,7 @@ def nightly(shape: Shape) -> Any:
     return pytest.param(shape, marks=pytest.mark.long)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [*SHAPES, *map(nightly, MORE)], ids=text)
 def test_against_double_precision(shape: Shape) -> None:
     made = tokens(shape, [(None, 0)] * 2, [57, 1])
@@ -130,6 +131,7 @@ def schedule(name: str, made: Tokens) -> list[list[Row]]:
     return [prefill, *([(i, len(made.q[i]) - left, 1) for i in order] for left in (2, 1))]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -159,6 +161,7 @@ def test_the_same_bits_in_any_company(shape: Shape, name: str, monkeypatch: pyte
         assert same_bits(want, attend(backend(shape, programs), shape, made, schedule(name, made), share)), (share, programs)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["triton", "reference"])
 def test_blocks_that_left_the_window_are_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be those of another sequence by now, and those may hold NaN: before the chunk of the window, and in it."""
@@ -260,6 +263,7 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("triton", CpuDevice(EngineConfig()), StepCapacity(16, 2, 8, 4, 1, 16, 2))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kept_in_fp8", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=str)
 def test_the_smallest_case_of_production(dtype: torch.dtype, kept_in_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -634,6 +634,7 @@ def test_a_refresh_in_the_middle_of_a_prefill(lag: int) -> None:
         assert np.array_equal(mine[key].logprobs, sample.logprobs) == (lag == 0)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])

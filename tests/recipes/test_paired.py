@@ -34,6 +34,7 @@ def test_errors_are_of_the_draws_alone() -> None:
     assert paired.standard_error(spread + [[5.0], [-5.0]]) == paired.standard_error(spread), "questions may differ"
 
 
+@pytest.mark.long
 def test_equal_seeds_have_less_noise(tiny_config: Config, tiny_model: Path, tmp_path: Path) -> None:
     """Weights that differ a little: most answers stay. Of the same weights none changes, and the error is 0."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

@@ -66,6 +66,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", BROKEN)
 def test_serve_says_what_is_wrong_with_a_model(
     name: str, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

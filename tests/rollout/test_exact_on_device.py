@@ -86,6 +86,7 @@ def scored(made: Any, samples: dict[tuple[str, int], Sample], monkeypatch: pytes
     return {key: each.cpu().numpy() for key, each in zip(samples, found, strict=True)}
 
 
+@pytest.mark.long
 def test_a_padded_batch_has_the_service_s_bits(samples: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     for key, found in scored(exact(model()), samples, monkeypatch).items():
         np.testing.assert_array_equal(found, samples[key].logprobs)

@@ -91,6 +91,7 @@ LIES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_replica_that_lies_is_dead_and_its_children_run_elsewhere(lie: str) -> None:
     change, why = LIES[lie]

@@ -268,6 +268,7 @@ class Adversary:
         return forgeries.forged(self.kind, sample, run(self.engine, *groups), self.rng)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", [*forgeries.KINDS, "prefix"])
 def test_an_adversary_is_banned(kind: str, model: Any) -> None:
     """And not one of its samples is delivered, if all are verified."""

@@ -539,6 +539,7 @@ BAD: list[tuple[str, Any, int]] = [
 ]
 
 
+@pytest.mark.some(60)
 @pytest.mark.parametrize(("path", "body", "status"), BAD, ids=[f"{path}-{i}" for i, (path, _, _) in enumerate(BAD)])
 def test_bad_input_is_refused_in_the_dialect_s_form(stack: Stack, path: str, body: Any, status: int) -> None:
     before = len(stack.submitted)
@@ -565,6 +566,7 @@ def test_every_route_is_asked_badly(stack: Stack) -> None:
         assert response.status_code == 404 and error_of(response)["message"] == f"{path} is not supported: {instead}"
 
 
+@pytest.mark.some(28)
 @pytest.mark.parametrize(
     "content", [b"{", b"[]", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000, b'{"prompt": ' + b"[" * 50_000, b"\0"]
 )

@@ -46,6 +46,7 @@ def tokenize(stack: Stack, content: str) -> httpx.Response:
     return httpx.post(f"{stack.url}/tokenize", json={"messages": [{"role": "user", "content": content}]}, timeout=60)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("content", "why"),
     [

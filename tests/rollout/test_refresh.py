@@ -454,6 +454,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Callable[..
     check(engine.scheduler)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("via", ["auto", pytest.param("shm", marks=needs_shm), "inline", "gloo"])
 def test_refresh_under_running_samples(served: Any, via: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline, "CHUNK_BYTES", 700_001)

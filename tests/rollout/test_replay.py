@@ -75,6 +75,7 @@ def test_live_routes_change_no_bit(name: str) -> None:
             assert not torch.equal(made(input_ids=ids, use_cache=False).logits, plain)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_the_router_has_the_gradient_of_its_weights(name: str, exact: bool) -> None:

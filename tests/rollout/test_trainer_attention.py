@@ -98,6 +98,7 @@ def test_a_cache_is_refused() -> None:
         learner(input_ids=torch.arange(3)[None], past_key_values=out.past_key_values)
 
 
+@pytest.mark.long
 def test_smollm2_in_bf16(smollm2: Path) -> None:
     """The real model through the engine's defaults: max |Δ log-prob| = 0."""
     engine = Engine(EngineConfig(model=str(smollm2), kv_tokens=4096, cpu_offload_gib=0))

@@ -102,6 +102,7 @@ def test_honest_samples_raise_no_alarm(client: RolloutClient, name: str) -> None
     assert [each.ok for each in verify(client, samples, SAMPLINGS[name], receipts=kept)] == [True] * len(samples)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", forgeries.KINDS)
 def test_forgeries_are_caught(client: RolloutClient, old: RolloutClient, kind: str) -> None:
     """Of all six kinds, with every way to draw."""

@@ -4,7 +4,10 @@ shape, the place of a row and the CPU; a test of bits judges the order of our ke
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,11 @@ def use_ordered_dot() -> None:
     """Give it to the interpreter where it is what runs kernels. Before the first launch; for the whole process."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    # it lists the members of Triton's modules at each launch, which takes a sixth of a small kernel's time
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": cache(inspect.getmembers)})
 
     def create_dot(self: object, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
         assert a.dtype.primitive_bitwidth >= 16 and b.dtype.primitive_bitwidth >= 16, "no products of 8 bits"

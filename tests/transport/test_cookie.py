@@ -80,6 +80,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("keyed", [False, True], ids=["loopback", "keys"])
 @pytest.mark.parametrize("who", STRANGERS)
 def test_no_message_of_a_stranger_is_read(who: str, keyed: bool, tmp_path: Path) -> None:

@@ -124,8 +124,6 @@ void convolve(void *worker, void *work) {
     for (int64_t i; (i = take(worker, (a->channels + CHANNELS - 1) / CHANNELS)) >= 0;) {
         const int64_t first = i * CHANNELS;
         switch (a->taps * 2 + a->is_bf16) {
-            case 4: convolve_channels(a, first, 2, 0); break;
-            case 5: convolve_channels(a, first, 2, 1); break;
             case 6: convolve_channels(a, first, 3, 0); break;
             case 7: convolve_channels(a, first, 3, 1); break;
             case 8: convolve_channels(a, first, 4, 0); break;
