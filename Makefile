@@ -21,9 +21,9 @@ WHEELS ?= build/wheels
 GPU_VERSION ?= 3.12
 GPU_JOBS ?= 8
 
-# processes of pytest (pytest-xdist): one more than two cores, since tests also wait. Each begins with a stretch of files, and one
+# processes of pytest (pytest-xdist): two more than two cores, since tests also wait. Each begins with a stretch of files, and one
 # that is done takes half of what another has left
-JOBS ?= 3
+JOBS ?= 4
 IN_PARALLEL := -n $(JOBS) --dist worksteal
 INTEGRATIONS := .venv-integrations
 RAY := .venv-ray
@@ -42,7 +42,7 @@ LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
 help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
 	@echo "make quick   core tests, less than a minute, in two processes: at each save"
-	@echo "make test    all tests of the default tier, in JOBS=3 processes; ARGS='-k fork' or a path selects, in one process"
+	@echo "make test    all tests of the default tier, in JOBS=4 processes; ARGS='-k fork' or a path selects, in one process"
 	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests"
 	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
 	@echo "make integrations   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
