@@ -61,7 +61,14 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
             for row in replayed(client, run, weights):
                 counts += Counter({True: row["equal"], False: row["different"], None: row["not_made"]})
                 yield row
-        yield {"summary": True, "steps": len(run.steps()), **counted(run, counts), **of_cache(compared(*runs))}
+        trained = max(refresh.version for refresh in run.refreshes)
+        yield {
+            "summary": True,
+            "steps": trained,
+            "versions": len(run.steps()),
+            **counted(run, counts),
+            **of_cache(compared(*runs)),
+        }
 
 
 def replayed(client: RolloutClient, run: ledger.RecordedRun, weights: dict[int, str]) -> Iterator[Row]:
