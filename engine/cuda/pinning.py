@@ -120,7 +120,7 @@ def _pin_the_rest(
         del held
         if why:
             log.warning(
-                "the host pool stays smaller than it was to be gib=%.1f of=%.1f reason=%r",
+                "the host pool stays smaller than configured gib=%.1f of=%.1f reason=%r",
                 pins.ready * pins.row_bytes / 2**30, pins.rows * pins.row_bytes / 2**30, why,
             )  # fmt: skip
             return

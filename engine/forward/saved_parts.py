@@ -38,9 +38,9 @@ class Stacked:
     def __init__(self, blocks: list[list[Any]]) -> None:
         self.blocks = blocks
 
-    def get_shape(self) -> tuple[int, ...]:
+    def get_shape(self) -> list[int]:
         shapes = [block[0].get_shape() for block in self.blocks]
-        return len(self.blocks[0]), sum(shape[0] for shape in shapes), *shapes[0][1:]
+        return [len(self.blocks[0]), sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return all experts' rows, or columns, of a range. index: slice(None) for each dimension before it."""
@@ -48,10 +48,10 @@ class Stacked:
             index = (index, index)
         experts, rows, *columns = index
         assert experts == slice(None), "experts are not divided"
-        found, at = [], 0
+        found, at, shape = [], 0, self.get_shape()
         for block in self.blocks:
             size = block[0].get_shape()[0]
-            first, last, _ = rows.indices(sum(self.get_shape()[1:2]))
+            first, last, _ = rows.indices(shape[1])
             low, high = max(first, at), min(last, at + size)
             if low < high:
                 found.append(torch.stack([each[low - at : high - at, *columns] for each in block]))

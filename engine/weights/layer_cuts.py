@@ -251,10 +251,10 @@ def check_ranks(module: Any, ranks: int) -> None:
     for number, layer in enumerate(module.base_model.layers):
         where = f"{kind}: layer {number} has"
         for division in divisions_of(layer, kind):
-            for what, number, repeated in division.shared:
-                if number % ranks and not (repeated and ranks % number == 0):
+            for what, count, repeated in division.shared:
+                if count % ranks and not (repeated and ranks % count == 0):
                     fix = "of which {} ranks cannot have equally many" if repeated else "which {} ranks cannot share evenly"
-                    raise NotCut(f"{where} {number} {what}, {fix.format(ranks)}: lower tp")
+                    raise NotCut(f"{where} {count} {what}, {fix.format(ranks)}: lower tp")
             _, what, size = division.summed
             if size % (2 * SLICES):
                 raise NotCut(f"{where} {size} {what}, which are no multiple of {2 * SLICES}: its sums have no eight slices")

@@ -51,7 +51,7 @@ def timed(threads: int, work: Callable[..., Any], *arguments: Any) -> float:
 
 class Best:
     """The seconds of the fastest of several calls. With one thread only those count that kept their core, by the wall clock: in
-    a virtual machine the CPU time of one call in 10,000 is a third too short, since stolen time is subtracted in lumps."""
+    a virtual machine the CPU time of a few calls is a quarter too short, since stolen time is subtracted in lumps."""
 
     def __init__(self, threads: int) -> None:
         self._alone = threads == 1
@@ -60,7 +60,7 @@ class Best:
 
     @property
     def seconds(self) -> float:
-        """If no call kept its core, the tenth of their CPU times from below of a hundred."""
+        """Return the shortest; if no call kept its core, the tenth percentile of their CPU times."""
         return self._kept if self._kept < float("inf") or not self._lost else sorted(self._lost)[len(self._lost) // 10]
 
     def time(self, work: Callable[..., Any], *arguments: Any) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.support.rank_service CONFIG READY_FILE FAULT_FILE
 
-As `rollout serve`. While FAULT_FILE exists, rank 0, or every other one, fails in the middle of a tensor of a refresh: whichever
-stands in it, "0" or "1". The other ranks are processes, too: `tests.support.faulty_rank`."""
+As `rollout serve`. While FAULT_FILE exists, rank 0, or every other one, fails in the middle of a tensor of a refresh:
+the file says which, "0" or "1". The other ranks are processes, too: `tests.support.faulty_rank`."""
 
 from __future__ import annotations
 
