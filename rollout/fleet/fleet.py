@@ -263,7 +263,7 @@ class Fleet:
             case StatusArrived(_, status, requested_at):
                 running = self.mode is Mode.RUNNING
                 sent = sent_before(self._groups.at.get(replica, ()), requested_at) if running else None
-                if replica.state is State.SERVING and (why := replica.progress.check(status, sent, now)):
+                if replica.state is State.SERVING and (why := replica.progress.check(status, sent, requested_at, now)):
                     self.replicas.lose(replica, why)
 
     # weights

@@ -80,17 +80,20 @@ class ProgressWatch:
     seen: tuple[int, int] = (-1, -1)
     """the last counters"""
     since: float = 0.0
-    """when the counters changed, or the replica had nothing to do"""
+    """when the last status arrived whose counters had changed, or whose replica had nothing to do"""
 
-    def check(self, status: ReplicaStatus, sent: int | None, now: float) -> str:
+    def check(self, status: ReplicaStatus, sent: int | None, requested_at: float, arrived_at: float) -> str:
         """Compare a status with the number of groups that the replica was sent before the request and has not finished.
-        `sent`: None: the fleet is paused, asleep or draining. Returns why the replica is unhealthy, "" if it is healthy."""
+        `sent`: None: the fleet is paused, asleep or draining. Returns why the replica is unhealthy, "" if it is healthy.
+
+        A replica answers between `requested_at` and `arrived_at`. From one arrival to the next request its counters were the
+        same for certain; a router that reads an answer late accuses nobody."""
         counters = (status.steps, status.generated_tokens)
         if counters != self.seen or not sent:
-            self.seen, self.since = counters, now
+            self.seen, self.since = counters, arrived_at
         self.missing = self.missing + 1 if sent is not None and status.groups < sent else 0
         if self.missing >= MAX_MISSING:
             return f"it has lost groups: it reports {status.groups} of {sent} unfinished groups"
-        if now - self.since > self.no_progress_s:
+        if requested_at - self.since > self.no_progress_s:
             return f"it has computed nothing for {self.no_progress_s} s, and has {status.groups} groups"
         return ""

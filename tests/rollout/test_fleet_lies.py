@@ -210,13 +210,13 @@ def test_a_replica_that_computes_nothing_is_found() -> None:
 
 def test_replicas_that_rest_or_take_long_are_not_found_wanting() -> None:
     """Paused, asleep, and in a step that takes longer than one may stand still."""
-    with fleet_of(2, timing=msgspec.structs.replace(QUICK, no_progress_s=0.1)) as (fleet, threads):
+    with fleet_of(2, timing=msgspec.structs.replace(QUICK, no_progress_s=0.3)) as (fleet, threads):
         fleet.pause()
         for i in range(4):
             fleet.submit(group(i))
         asked = {name: counted(engine) for name, engine in threads.engines.items()}
         step_until(fleet, lambda: all(len(times) > 20 for times in asked.values()), "statuses while paused")
-        step_until(fleet, lambda: all(times[-1] - times[0] > 0.3 for times in asked.values()), "for longer than that")
+        step_until(fleet, lambda: all(times[-1] - times[0] > 0.6 for times in asked.values()), "for longer than that")
         long, engine = [0.4, 0.4], threads.engines["r0"]
         step = engine.step
         engine.step = lambda: (time.sleep(long.pop() if long else 0.0), step())[1]
@@ -225,7 +225,7 @@ def test_replicas_that_rest_or_take_long_are_not_found_wanting() -> None:
         fleet.sleep()
         fleet.submit(group(5))
         asked = {name: counted(engine) for name, engine in threads.engines.items()}
-        step_until(fleet, lambda: all(times and times[-1] - times[0] > 0.3 for times in asked.values()), "asleep")
+        step_until(fleet, lambda: all(times and times[-1] - times[0] > 0.6 for times in asked.values()), "asleep")
         fleet.wake()
         check(collect(fleet, 4).values())
         assert not threads.replaced
@@ -240,19 +240,26 @@ def counted(engine: Any) -> list[float]:
 
 def test_what_the_statuses_of_a_replica_say() -> None:
     progress = ProgressWatch(STILL_S)
+
+    def check(groups: int, steps: int, sent: int | None, requested: float, arrived: float | None = None) -> str:
+        return progress.check(ReplicaStatus(groups, steps, 1), sent, requested, requested if arrived is None else arrived)
+
     for _ in range(MAX_MISSING - 1):
-        assert not progress.check(ReplicaStatus(1, 1, 1), 2, 0.0)
-    assert not progress.check(ReplicaStatus(2, 1, 1), 2, 0.0), "they were on their way"
+        assert not check(1, 1, 2, 0.0)
+    assert not check(2, 1, 2, 0.0), "they were on their way"
     for _ in range(MAX_MISSING - 1):
-        assert not progress.check(ReplicaStatus(1, 1, 1), 2, 0.0)
-    assert "1 of 2" in progress.check(ReplicaStatus(1, 1, 1), 2, 0.0)
+        assert not check(1, 1, 2, 0.0)
+    assert "1 of 2" in check(1, 1, 2, 0.0)
     progress = ProgressWatch(STILL_S)
-    assert not progress.check(ReplicaStatus(2, 1, 1), 2, 10.0)
-    assert not progress.check(ReplicaStatus(2, 1, 1), 2, 10.0 + 0.9 * STILL_S)
-    assert not progress.check(ReplicaStatus(2, 2, 1), 2, 10.0 + 2 * STILL_S), "a step has ended"
-    assert not progress.check(ReplicaStatus(2, 2, 1), None, 10.0 + 9 * STILL_S), "it may not run"
-    assert not progress.check(ReplicaStatus(2, 2, 1), 2, 10.0 + 9.9 * STILL_S)
-    assert "computed nothing" in progress.check(ReplicaStatus(2, 2, 1), 2, 10.0 + 10.1 * STILL_S)
+    assert not check(2, 1, 2, 10.0)
+    assert not check(2, 1, 2, 10.0 + 0.9 * STILL_S)
+    assert not check(2, 2, 2, 10.0 + 2 * STILL_S), "a step has ended"
+    assert not check(2, 2, None, 10.0 + 9 * STILL_S), "it may not run"
+    assert not check(2, 2, 2, 10.0 + 9.9 * STILL_S)
+    assert "computed nothing" in check(2, 2, 2, 10.0 + 10.1 * STILL_S)
+    assert not check(2, 3, 2, 0.0, 100.0)
+    assert not check(2, 3, 2, 101.0, 101.0 + 9 * STILL_S), "the router read the answer late"
+    assert "computed nothing" in check(2, 3, 2, 100.1 + STILL_S)
 
 
 def test_a_replica_that_gives_everything_back_is_given_nothing() -> None:
