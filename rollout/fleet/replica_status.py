@@ -87,7 +87,7 @@ class ProgressWatch:
         `sent`: None: the fleet is paused, asleep or draining. Returns why the replica is unhealthy, "" if it is healthy.
 
         A replica answers between `requested_at` and `arrived_at`. From one arrival to the next request its counters were the
-        same for certain; a router that reads an answer late accuses nobody."""
+        same for certain, however late the router reads an answer."""
         counters = (status.steps, status.generated_tokens)
         if counters != self.seen or not sent:
             self.seen, self.since = counters, arrived_at
