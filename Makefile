@@ -21,6 +21,9 @@ WHEELS ?= build/wheels
 GPU_VERSION ?= 3.12
 GPU_JOBS ?= 8
 
+# tests start many processes: each would compile all of Python's modules again
+unexport PYTHONDONTWRITEBYTECODE
+
 # processes of pytest (pytest-xdist): two more than two cores, since tests also wait. Each begins with a stretch of files, and one
 # that is done takes half of what another has left
 JOBS ?= 4
@@ -114,7 +117,7 @@ $(RAY)/.installed: $(STAMP)
 # What depends on arithmetic, as on CPUs that this one can imitate; and the wheel, without a compiler.
 test-arithmetic: model
 	@$(BIN)/python -m tests.support.arithmetics $(or $(MACHINE),all) $(ARGS)
-	@$(if $(MACHINE),,$(BIN)/python -m pytest -m long tests/test_wheel.py $(ARGS))
+	@$(if $(MACHINE),,$(BIN)/python -m pytest -m long tests/test_wheel.py tests/test_arithmetics.py $(ARGS))
 
 # replicas killed, stopped and cut off while weights change; the last line is JSON
 fleet-chaos: $(STAMP)

@@ -55,6 +55,7 @@ for name, each in made.items():
 """
 
 
+@pytest.mark.long  # `make test-arithmetic` runs it
 @pytest.mark.skipif(bool(isa.lacking("avx512")) or "TESTS_ISA" in os.environ, reason="this CPU is itself one of them")
 def test_their_bits_are_others() -> None:
     """The negative control: the libraries of the two that are furthest from a CPU with AVX-512 have other bits than it has."""

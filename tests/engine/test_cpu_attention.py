@@ -267,7 +267,7 @@ SAME = [
 ]
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("shape", SAME, ids=text)
 def test_the_same_bits_in_any_company(shape: Shape, backend: NativeAttention) -> None:
     made = family(shape)
@@ -320,7 +320,7 @@ SLOW = [shape._replace(dtype=FP32) for shape in SHAPES if shape.dim > 80]
 EVERYWHERE = [shape._replace(dtype=dtype) for shape in [*SHAPES[:9], Shape(window=23), *SHAPES[15:]] for dtype in (FP32, BF16)]
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     "shape", [pytest.param(each, marks=[pytest.mark.long] * (each in SLOW), id=text(each)) for each in EVERYWHERE]
 )

@@ -113,7 +113,7 @@ def logits(served: Model, rows: int, transformers: bool = False, each: int = 1) 
     return forward(batch(rows, each=each), None, EchoAttention())  # type: ignore[arg-type]
 
 
-@pytest.mark.some(16)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SERVED)
 def test_the_bits_of_the_module(name: str, isa: str, dtype: torch.dtype) -> None:
@@ -148,7 +148,7 @@ CHANGES: dict[str, tuple[str, int, Any]] = {
 }
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_step_has_other_bits(what: str) -> None:
     """The negative control of the comparison: any one thing that a step does otherwise is seen."""
@@ -206,7 +206,7 @@ def test_sizes_that_fill_no_vector(isa: str) -> None:
     assert torch.equal(logits(served, 20), logits(served, 20, transformers=True))
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "attention", "threads"),
     [
@@ -241,7 +241,7 @@ def test_samples_through_the_engine(name: str, attention: str, threads: int) -> 
         np.testing.assert_array_equal(sample.token_ids, theirs[key].token_ids)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize(
     "pressure",

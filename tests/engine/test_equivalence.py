@@ -60,7 +60,7 @@ def canonical(request: pytest.FixtureRequest) -> Canonical:
     return request.param, whole(*request.param.items())
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(10)
 @pytest.mark.usefixtures("copies_pay")
 @pytest.mark.parametrize(("canonical", "name"), [*classes()], indirect=["canonical"])
 def test_class(name: str, canonical: Canonical) -> None:

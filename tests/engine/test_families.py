@@ -80,7 +80,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(10)
 @pytest.mark.parametrize("case", CASES)
 def test_right_or_refused(case: str) -> None:
     """What was served wrong once, or broke in a way that said nothing; an empty last column means right."""

@@ -291,7 +291,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[0]}-{family[1].get('hidden_act', '')}-{family[2]}")
 def test_samples_of_odd_widths_are_the_same_alone(family: tuple[str, dict[str, Any], str]) -> None:
     name, sizes, isa = family

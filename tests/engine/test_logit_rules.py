@@ -190,7 +190,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("rule", RULES, ids=ids)
 @pytest.mark.parametrize("way", WAYS)
 def test_children_are_what_they_are_by_hand(way: str, rule: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def prompts(lengths: tuple[int, ...] = (1, 5, 16, 40), n: int = 3, **sampling: o
     return [group(f"g{i}", r.integers(3, 199, length), seed=i, **options) for i, length in enumerate(lengths)]
 
 
-@pytest.mark.some(15)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_logprobs_equal_a_plain_forward(name: str, block_size: int) -> None:

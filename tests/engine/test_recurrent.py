@@ -82,7 +82,7 @@ def test_families_with_their_published_patterns(name: str) -> None:
     assert found.kind == "right", found
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_samples_are_those_of_the_plain_forward(setting: str, name: str) -> None:

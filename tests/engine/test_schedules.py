@@ -612,7 +612,7 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
-@pytest.mark.some(18)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("mutant", tiered(MUTANTS))
 def test_mutants_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: each way to break the store turns the random schedules red."""
@@ -748,7 +748,7 @@ STATE_MUTANTS = [
 ]
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("mutant", tiered(STATE_MUTANTS))
 def test_mutants_of_recurrent_state_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the schedules of recurrent state."""

@@ -376,7 +376,7 @@ def test_a_source_that_fails_fails_the_staging() -> None:
 # ── commit and undo ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("k", [0, 1, 9, 20])
 def test_a_failure_at_tensor_k_is_undone(k: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,7 +634,7 @@ def test_a_refresh_in_the_middle_of_a_prefill(lag: int) -> None:
         assert np.array_equal(mine[key].logprobs, sample.logprobs) == (lag == 0)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])

@@ -85,7 +85,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("name", "setting"), cases())
 def test_samples_are_those_of_the_plain_forward(name: str, setting: str) -> None:
     engine, groups = in_fp32(name, **SETTINGS[setting]), some_groups()

@@ -66,6 +66,7 @@ def adapter(folder: Path) -> Path:
     return write(folder, tensors, r=RANK)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", ["lora", "whole", "both"])
 def test_nothing_grows_with_refreshes(client: RolloutClient, trained: torch.nn.Module, tmp_path: Path, how: str) -> None:
     folder = adapter(tmp_path / "adapter")

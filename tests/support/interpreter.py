@@ -4,10 +4,7 @@ shape, the place of a row and the CPU; a test of bits judges the order of our ke
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +24,23 @@ def use_ordered_dot() -> None:
     """Give it to the interpreter where it is what runs kernels. Before the first launch; for the whole process."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
+    import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    # it lists the members of Triton's modules at each launch, which takes a sixth of a small kernel's time
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": cache(inspect.getmembers)})
+    # it replaces the members of Triton's modules at each launch and call, which takes a third of a small kernel's time, and
+    # puts them back: nothing else in the process needs them
+    replace, replaced = interpreter._patch_lang, set[frozenset[str]]()
+
+    def replace_once(function: Any) -> Any:
+        modules = frozenset(one.__name__ for one in function.__globals__.values() if one is tl or one is tl.core)
+        kept = interpreter._LangPatchScope()
+        if modules not in replaced:
+            replace(function)
+            replaced.add(modules)
+        return kept
+
+    interpreter._patch_lang = replace_once
 
     def create_dot(self: object, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
         assert a.dtype.primitive_bitwidth >= 16 and b.dtype.primitive_bitwidth >= 16, "no products of 8 bits"
