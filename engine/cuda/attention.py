@@ -19,7 +19,7 @@ import torch
 
 from rollout.engine.cuda import tiles as cutting
 from rollout.engine.cuda.compiled import compiled_by, triton_version
-from rollout.engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, power_of_two, with_codes
+from rollout.engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, over_blocks, power_of_two, with_codes
 from rollout.engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
 from rollout.engine.forward.attention import CannotAttend, Scores, StepCapacity
 from rollout.engine.forward.batch import Batch
@@ -79,6 +79,7 @@ class TritonAttention:
         self.device = device
         self.capacity = capacity
         limits, processors = _limits(device)
+        self._capability = limits.capability
         self._converts = device.type == "cuda" and limits.capability >= CONVERTS_FP8
         """whether the device converts e4m3"""
         try:
@@ -140,7 +141,8 @@ class TritonAttention:
         )  # fmt: skip
 
     def _launches_over(self, kv: PagedKV) -> Launches:
-        return self.launches_in_fp8 if is_fp8(kv.data) else self.launches
+        launches = self.launches_in_fp8 if is_fp8(kv.data) else self.launches
+        return over_blocks(launches, kv.block_size, self.capacity.widest, self._capability)
 
     def _views(self, whole: Any) -> tuple[Any, ...]:
         ends = (*self._starts[1:].tolist(), len(whole))

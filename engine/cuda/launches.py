@@ -95,6 +95,16 @@ def with_codes(launches: Launches, dim: int) -> Launches:
     return Launches(small, large._replace(rows=32, warps=8) if large.rows == 64 and small.rows <= 32 else large)
 
 
+def over_blocks(launches: Launches, block: int, dim: int, capability: int) -> Launches:
+    """Return the launches over blocks of `block` tokens: results are the same, and they use less shared memory than
+    `shared_bytes`. If a turn of the loop reads several blocks, each key has an address of its own. Data-center Blackwell has no
+    registers left for these beside a large tile of heads of more than 64 numbers and five stages: with four, one copy is under
+    way in place of five."""
+    small, large = launches
+    crowded = capability in (100, 103) and large.rows >= 64 and block < large.keys and dim > 64
+    return Launches(small, large._replace(stages=min(large.stages, 4))) if crowded else launches
+
+
 KEYS = {2: (64, 32, 16), 4: (32, 16)}
 """keys that a tile processes at a time, by element size in bytes"""
 FEWER = {(89, 4): (16,)}

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rollout.engine.cuda.launches import KNOWN, Launch, choose, power_of_two, with_codes
+from rollout.engine.cuda.launches import KNOWN, Launch, choose, over_blocks, power_of_two, with_codes
 
 BF16, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "i64"
 FP8_TYPES = {"data": "*u8", "halves": "*i16", "words": INT32}
@@ -84,7 +84,7 @@ PRODUCTION = Heads()
 FP8 = PRODUCTION._replace(fp8=True)
 SHORT = PRODUCTION, FP8
 SHAPES = (
-    *SHORT, *(each._replace(block=32) for each in SHORT),
+    *SHORT, *(each._replace(block=32) for each in SHORT), Heads(dim=64, group=8, block=32),
     Heads(dim=64, group=7, kv_heads=2), Heads(dim=256, group=2, kv_heads=4), Heads(itemsize=4),
     Heads(dim=64, group=3, kv_heads=3, fp8=True), Heads(dim=256, group=2, kv_heads=4, fp8=True),
     Heads(dim=512, group=8, kv_heads=1),
@@ -193,6 +193,7 @@ def attention(capability: int, heads: Heads) -> Iterator[dict[str, Any]]:
     widest = max(heads.dim, heads.value_dim)
     launches = choose(heads.group, widest, heads.itemsize, KNOWN[capability])
     launches = with_codes(launches, widest) if heads.fp8 else launches
+    launches = over_blocks(launches, heads.block, widest, capability)
     for tile, launch in launches._asdict().items():
         made = compiled(
             triton_kernels.attend,
