@@ -8,11 +8,21 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from rollout.engine.cuda.exact import exact_linear  # noqa: E402
 from tests.support import interpreter  # noqa: E402
 from tests.support.interpreter import ordered_dot  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device multiplies by itself")
+
+
+@triton.jit
+def narrowed(x, out, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [size] = x [size] in out's dtype."""
+    n = tl.arange(0, WIDTH)
+    tl.store(out + n, tl.load(x + n, mask=n < size, other=0.0).to(out.dtype.element_ty), mask=n < size)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -29,6 +39,19 @@ def test_a_row_is_the_same_wherever_it_stands(inputs: int) -> None:
     np.testing.assert_array_equal(ordered_dot(a[order], b, added[order]), whole[order])
     np.testing.assert_array_equal(ordered_dot(np.asfortranarray(a)[5:8], np.asfortranarray(b), added[5:8]), whole[5:8])
     np.testing.assert_array_equal(ordered_dot(a, b[:, 7:8], added[:, 7:8]), whole[:, 7:8])
+
+
+def test_bf16_is_rounded_to_the_nearest() -> None:
+    """By kernels as by torch: all halves between two numbers, denormals, infinities and NaN."""
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32)
+    bits[::2] = bits[::2] & 0xFFFF0000 | 0x8000
+    x = torch.from_numpy(np.append(bits.view(np.float32), np.float32([0, -0.0, 1e-45, np.inf, -np.inf, np.nan, 3.4e38])))
+    made = torch.empty(len(x), dtype=torch.bfloat16)
+    narrowed[(1,)](x, made, len(x), WIDTH=8192)
+    assert torch.equal(made.isnan(), x.isnan()) and torch.equal(made[~x.isnan()], x[~x.isnan()].bfloat16())
+    wide = torch.empty(len(x))
+    narrowed[(1,)](made, wide, len(x), WIDTH=8192)
+    assert torch.equal(wide[~x.isnan()], made[~x.isnan()].float())
 
 
 def by_place(a: np.ndarray, b: np.ndarray, added: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Products of Triton's interpreter whose order of sums is written here. Its own are numpy's, whose BLAS picks an order by the
-shape, the place of a row and the CPU; a test of bits judges the order of our kernels, and nothing of the machine's."""
+shape, the place of a row and the CPU; a test of bits judges the order of our kernels, and nothing of the machine's. And its
+conversions to bf16 round to the nearest, as a device and torch do; its own cut the bits off."""
 
 from __future__ import annotations
 
@@ -20,8 +21,20 @@ def ordered_dot(a: np.ndarray, b: np.ndarray, added: np.ndarray) -> np.ndarray:
     return total
 
 
+def to_bf16(numbers: np.ndarray) -> np.ndarray:
+    """Return the bits of fp32 numbers in bf16, uint16: the nearest one, of two the even one."""
+    bits = numbers.view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(numbers), bits >> 16 | 64, nearest).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    """Return bf16 numbers, given as uint16, in fp32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def use_ordered_dot() -> None:
-    """Give it to the interpreter where it is what runs kernels. Before the first launch; for the whole process."""
+    """Give both to the interpreter where it is what runs kernels. Before the first launch; for the whole process."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl
@@ -47,3 +60,16 @@ def use_ordered_dot() -> None:
         return TensorHandle(ordered_dot(a.data, b.data, d.data), d.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot
+    convert = interpreter._convert_float
+
+    def convert_float(numbers: np.ndarray, given: Any, wanted: Any, rounding: Any) -> np.ndarray:
+        names = given.scalar.name, wanted.scalar.name
+        if names == ("bf16", "fp32"):
+            return from_bf16(numbers.view(np.uint16)).view(np.uint32)
+        if names == ("fp32", "bf16"):
+            assert rounding in (None, interpreter._ir.ROUNDING_MODE.RTNE)
+            return to_bf16(numbers.view(np.float32))
+        made: np.ndarray = convert(numbers, given, wanted, rounding)
+        return made
+
+    interpreter._convert_float = convert_float
