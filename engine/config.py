@@ -97,7 +97,8 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     fused_layers: bool | None = None
     """on CUDA, run the decoder layers of Llama-like models with about 10 kernel launches each instead of 50, and the RMSNorms
     of other models with 2 instead of 8. Norms are then summed in another order than torch's, so log-probs differ from those of
-    a trainer's forward in the last bits, as they do by cuBLAS's products. Default: on, unless exact or routed_experts is"""
+    a trainer's forward in the last bits, as they do by cuBLAS's products; with exact, `use_exact` gives a trainer the same
+    kernels. Default: on, unless routed_experts is"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and its bounds."""

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch.nn.functional import linear
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
@@ -38,8 +39,8 @@ from rollout.engine.cuda.attention import (
     triton_attention,
 )
 from rollout.engine.cuda.digests import device_hashes
-from rollout.engine.cuda.exact import ARITHMETIC, make_exact
-from rollout.engine.cuda.fused import FusedDecoder, NotFused
+from rollout.engine.cuda.exact import ARITHMETIC, FUSED_LAYERS, make_exact, product
+from rollout.engine.cuda.fused import FusedDecoder, Linear, NotFused
 from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.norms import fuse_norms
@@ -278,12 +279,10 @@ class CudaDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         mixed = "" if model.states is None else use_triton_mixers(model)
-        if config.exact:
-            make_exact(model.module)
-            return ExecutionPath(None, ARITHMETIC + mixed, None, "")
         fused = config.advanced.fused_layers
-        if fused or (fused is None and not config.routed_experts):
-            path = fuse(model, backend)
+        fused = not config.routed_experts if fused is None else fused
+        if config.exact or fused:
+            path = equip_exact(model, backend, fused) if config.exact else fuse(model, backend)
             return path._replace(arithmetic=path.arithmetic + mixed)
         return ExecutionPath(None, torch_arithmetic() + mixed, None, "") if mixed else None
 
@@ -378,7 +377,26 @@ def draw_kernel() -> DrawKernel | None:
 def fuse(model: Model, backend: Backend) -> ExecutionPath:
     """Run the layers of a model with `FusedDecoder`; if it does not support them, fuse only the norms. Either way, the last
     bits differ from the module's."""
-    fused = f"{torch_arithmetic()}/fused"
+    fused = f"{torch_arithmetic()}{FUSED_LAYERS}"
+    decoder = _run_fused(model, backend, linear)
+    if isinstance(decoder, NotFused):
+        fuse_norms(model.module)
+        return ExecutionPath(None, fused, None, str(decoder))
+    return ExecutionPath(decoder, fused, None, "")
+
+
+def equip_exact(model: Model, backend: Backend, fused: bool) -> ExecutionPath:
+    """Let the products and norms of a model not depend on the batch. fused: run its layers with `FusedDecoder`, if it supports
+    them; the arithmetic's name says whether it does. Raises NotExact."""
+    make_exact(model.module)
+    decoder = _run_fused(model, backend, product) if fused else None
+    if isinstance(decoder, FusedDecoder):
+        return ExecutionPath(decoder, ARITHMETIC + FUSED_LAYERS, None, "")
+    return ExecutionPath(None, ARITHMETIC, None, str(decoder or ""))
+
+
+def _run_fused(model: Model, backend: Backend, product: Linear) -> FusedDecoder | NotFused:
+    """Let a decoder with such products run the layers of a model. Returns it, or why it does not support them."""
     try:
         if model.streamed is not None:
             raise NotFused("weight_offload moves its layers")
@@ -386,15 +404,14 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
             raise NotFused(f"{backend.name} attention stores K and V itself")
         from rollout.engine.cuda import fused_kernels
 
-        decoder = FusedDecoder(model.module, model.asked, fused_kernels)
+        decoder = FusedDecoder(model.module, model.asked, fused_kernels, product)
         with torch.inference_mode():
             decoder.check(model.forward_transformers, model.vocab_size)
     except NotFused as error:
         log.info("layers run through transformers, not fused model=%s reason=%r", model.name, str(error))
-        fuse_norms(model.module)
-        return ExecutionPath(None, fused, None, str(error))
+        return error
     model.run_by(decoder)
-    return ExecutionPath(decoder, fused, None, "")
+    return decoder
 
 
 def choose_backend(

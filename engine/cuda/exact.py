@@ -24,6 +24,8 @@ from rollout.engine.forward.routes import is_experts
 
 ARITHMETIC = "exact/1"
 """of products and norms; every change of their sums or roundings increases the version"""
+FUSED_LAYERS = "/fused"
+"""suffix of the name of products if the kernels of fused layers compute rotary positions, norms of heads and silu"""
 
 
 class NotExact(ValueError):

@@ -62,17 +62,11 @@ class FusedDecoder:
     """
 
     def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Any, product: Linear = linear) -> None:
+        look_at(module)
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
-        _need({name for name, _ in self.body.named_children()} == BODY, f"the model has other modules than {sorted(BODY)}")
-        _need(type(self.body.embed_tokens) is nn.Embedding, "unsupported class of the embedding")
-        _need(type(self.lm_head) is nn.Linear, "unsupported class of the head")
-        for layer in self.body.layers:
-            _look_at(layer)
-        _look_at_norm(self.body.norm)
         first = self.body.layers[0].self_attn
         self.dim = first.head_dim
         self.q_heads, self.kv_heads = (each.out_features // self.dim for each in (first.q_proj, first.k_proj))
-        _need(self.dim % 2 == 0, f"heads of an odd size, {self.dim}")
         self.norms_heads = hasattr(first, "q_norm")
         scores = plain_scores(asked)
         _need(scores is not None, "attention with sinks or soft caps")
@@ -235,18 +229,37 @@ def _need(ok: bool, what: str) -> None:
         raise NotFused(what)
 
 
-def _look_at(layer: Any) -> None:
+def look_at(module: Any, adapted: bool = False) -> None:
+    """Check that a model looks like those that we fuse. adapted: linear layers may have an adapter. Raises NotFused."""
+    body, head = module.base_model, module.get_output_embeddings()
+    _need({name for name, _ in body.named_children()} == BODY, f"the model has other modules than {sorted(BODY)}")
+    _need(type(body.embed_tokens) is nn.Embedding, "unsupported class of the embedding")
+    _need(type(_inner(head, adapted)) is nn.Linear, "unsupported class of the head")
+    for layer in body.layers:
+        _look_at(layer, adapted)
+    _look_at_norm(body.norm)
+
+
+def _inner(linear: Any, adapted: bool) -> Any:
+    """Return the layer itself, or the one that an adapter is added to."""
+    return getattr(linear, "base_layer", linear) if adapted else linear
+
+
+def _look_at(layer: Any, adapted: bool) -> None:
     """Check that a layer looks like those that we fuse. Raises NotFused."""
     _need({name for name, _ in layer.named_children()} == LAYER, "unsupported decoder layer")
     attention, mlp = layer.self_attn, layer.mlp
     names = {name for name, _ in attention.named_children()}
     _need(names - PROJECTIONS in (set(), HEAD_NORMS) and names >= PROJECTIONS, "unsupported attention layer")
+    _need(getattr(attention, "use_rope", True), "a layer without rotary positions")
+    _need(not hasattr(layer, "residual_multiplier"), "a factor of the residual")
     _need({name for name, _ in mlp.named_children()} == MLP, "unsupported MLP")
     act = type(mlp.act_fn).__name__
     _need(act in ("SiLU", "SiLUActivation"), f"unsupported activation {act}")
     linears = [getattr(attention, name) for name in sorted(PROJECTIONS)] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    for each in linears:
+    for each in (_inner(each, adapted) for each in linears):
         _need(type(each) is nn.Linear, f"a {type(each).__name__} instead of an nn.Linear")
+    _need(attention.head_dim % 2 == 0, f"heads of an odd size, {attention.head_dim}")
     biases = {each.bias is None for each in (attention.q_proj, attention.k_proj, attention.v_proj)}
     _need(len(biases) == 1, "a bias in only some of q, k and v")
     for norm in (layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, x) for x in names & HEAD_NORMS)):

@@ -214,11 +214,16 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 def rebind(mixer: nn.Module, inner: Any, functions: dict[str, Any]) -> None:
     """Let the forward of this mixer alone find other functions under these global names. inner: forward of its class."""
+    mixer.forward = MethodType(with_globals(inner, functions), mixer)
+
+
+def with_globals(inner: Any, functions: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that finds other functions under these global names."""
     made = FunctionType(
         inner.__code__, {**inner.__globals__, **functions}, inner.__name__, inner.__defaults__, inner.__closure__
     )
     made.__kwdefaults__ = inner.__kwdefaults__
-    mixer.forward = MethodType(made, mixer)
+    return made
 
 
 def note(name: str, given: dict[str, Any], shapes: MixerShapes) -> Any:

@@ -80,15 +80,16 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
 
 
 def exact(bench: Bench) -> Rows:
-    """Measure the cost of `exact`: the forwards of `decode` with transformers' own layers, fused layers and exact layers."""
+    """Measure the cost of `exact`: the forwards of `decode` with transformers' own layers, fused ones, exact ones, and both."""
     if bench.device.type == "cpu":
         yield {"left_out": "exact is an option of CUDA"}
         return
     times: dict[tuple[str, int | str], float] = {}
     variants: dict[str, dict[str, Any]] = {
-        "plain": {"advanced": AdvancedConfig()},
+        "plain": {"advanced": AdvancedConfig(fused_layers=False)},
         "fused": {"advanced": FUSED},
-        "exact": {"advanced": AdvancedConfig(), "exact": True},
+        "exact_unfused": {"advanced": AdvancedConfig(fused_layers=False), "exact": True},
+        "exact": {"advanced": FUSED, "exact": True},
     }
     for variant, options in variants.items():
         try:
@@ -102,9 +103,9 @@ def exact(bench: Bench) -> Rows:
             make_plain(bench.module)
             release(bench.device)
     for context in contexts_of(bench):
-        if all((variant, context) in times for variant in ("plain", "fused", "exact")):
+        if all((variant, context) in times for variant in variants):
             own = times["exact", context]
-            ratios = {f"ratio_to_{variant}": own / times[variant, context] for variant in ("plain", "fused")}
+            ratios = {f"ratio_to_{variant}": own / times[variant, context] for variant in variants if variant != "exact"}
             yield {"summary": True, "context": context, **ratios}
 
 

@@ -15,6 +15,7 @@ from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
 from rollout.engine.cpu.sums import SLICES, Summed
+from rollout.engine.cuda.fused import NotFused
 from rollout.engine.forward.arithmetic import (
     INT8,
     LATENT,
@@ -28,6 +29,7 @@ from rollout.engine.forward.latent import plain_kv, use_latent_kv
 from rollout.engine.weights.layer_cuts import summed_products
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
+from rollout.exact.fused import use_fused_layers
 from rollout.exact.recurrence import use_exact_recurrence
 
 
@@ -44,12 +46,12 @@ class Exact:
 def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, threads: int | None = None) -> Exact:
     """Make the forward of `model` compute the service's bits: its attention, its products in every nn.Linear (bf16 or fp32,
     with or without bias, lm_head and LoRA layers included), and element-wise functions on whole vectors. Parameters, names and
-    state_dict stay as they are. The backward is torch's. On CUDA the norms are replaced too, and the service needs `exact =
-    true`.
+    state_dict stay as they are. The backward is torch's. On CUDA the norms are replaced too, with fused layers (`/fused` in the
+    name) also rotary positions and silu · up, and the service needs `exact = true`.
 
     model: a transformers model on the CPU or on CUDA, in eval mode or without dropout. arithmetic: `client.info.arithmetic`;
-    None = the best of this machine, which a service on the same machine also uses. block_size: the service's. threads: for
-    attention on the CPU, None = torch's; products use torch's threads.
+    None = the best of this machine, which a service on the same machine also uses by default. block_size: the service's.
+    threads: for attention on the CPU, None = torch's; products use torch's threads.
 
     Batches may be padded or packed, as for `use_exact_attention`. The bits of a token depend only on its own sequence.
 
@@ -172,23 +174,34 @@ def _probe(model: Any) -> Callers:
 
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
-    wanted = on_device.arithmetic_of(model, model.device)
+    fused = arithmetic is None or on_device.is_fused(arithmetic)
+    wanted = on_device.arithmetic_of(model, model.device, fused)
     if arithmetic not in (None, wanted):
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
             "cuda and exact = true, on GPUs of the trainer's compute capability and with its minor version of Triton"
         )
-    attends = use_exact_attention(model, block_size)
-    try:
-        plain = on_device.use_products(model)
-    except ValueError:
-        attends()
-        raise
+    undo: list[Callable[[], None]] = []
 
     def remove() -> None:
-        attends()
-        plain()
+        for each in reversed(undo):
+            each()
 
+    try:
+        undo.append(use_exact_attention(model, block_size))
+        undo.append(on_device.use_products(model))
+        if fused:
+            undo.append(use_fused_layers(model, block_size))
+    except NotFused as error:
+        if arithmetic is not None:
+            remove()
+            raise ValueError(
+                f"the service computes with arithmetic {arithmetic!r}, and this model's layers cannot be fused: {error}"
+            ) from error
+        wanted = on_device.arithmetic_of(model, model.device)  # a service does not fuse them either
+    except BaseException:
+        remove()
+        raise
     return Exact(wanted, remove)
 
 

@@ -21,11 +21,12 @@ from rollout.engine.forward.recurrence import CONV, names_in_forward
 from rollout.exact.recurrence import use_exact_recurrence_on_device
 
 
-def arithmetic_of(model: torch.nn.Module, device: torch.device) -> str:
-    """Return the arithmetic of a service of a model on such a device with `exact = true`. Raises TritonUnavailable (a
-    ValueError)."""
+def arithmetic_of(model: torch.nn.Module, device: torch.device, fused: bool = False) -> str:
+    """Return the arithmetic of a service of a model on such a device with `exact = true`, and with fused layers or without.
+    Raises TritonUnavailable (a ValueError)."""
     recurrent = any(CONV in names_in_forward(each) for each in model.modules())
-    parts = [exact.ARITHMETIC, *([TritonMixers.arithmetic] if recurrent else []), arithmetic_on(device)]
+    products = exact.ARITHMETIC + (exact.FUSED_LAYERS if fused else "")
+    parts = [products, *([TritonMixers.arithmetic] if recurrent else []), arithmetic_on(device)]
     return "+".join(parts)
 
 
@@ -82,6 +83,11 @@ def heads_of(capacity: StepCapacity) -> Heads:
 def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
     table = wanted.rows * wanted.columns <= has.rows * has.columns
     return wanted.tokens <= has.tokens and wanted.rows <= has.rows and table
+
+
+def is_fused(arithmetic: str) -> bool:
+    """Return whether a service with this arithmetic computes exact products between fused layers."""
+    return arithmetic.split("+")[0] == exact.ARITHMETIC + exact.FUSED_LAYERS
 
 
 def use_products(module: torch.nn.Module) -> Callable[[], None]:

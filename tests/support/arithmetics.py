@@ -40,6 +40,7 @@ MORE = (
     "tests/engine/test_equivalence.py",
     "tests/rollout/test_exact.py",
     "tests/rollout/test_exact_on_device.py",
+    "tests/rollout/test_exact_fused.py",
     "tests/rollout/test_trainer_attention.py",
     "tests/recipes/test_exact.py",
     "tests/test_arithmetics.py",

@@ -41,7 +41,7 @@ ALONE = tuple(
 """those that measure time or the device's free memory"""
 COMPILED = (
     "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,recurrence_triton,experts_triton,device_digests}"
-    ".py tests/rollout/test_exact_on_device.py"
+    ".py tests/rollout/test_exact_{on_device,fused}.py"
 )
 """tests that run in the interpreter elsewhere"""
 RACES = f"'{ORACLE}::test_sixteen_rows_over_a_prefix[8-8x4x128-bfloat16]'"
