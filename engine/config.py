@@ -76,7 +76,7 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tuning, for measurements. The defaults are right for serving: change them only if `rollout bench` shows a gain. Samples
-    are the same for every value, except with fused_layers."""
+    are the same for every value, except with fused_layers and library_products."""
 
     lookahead_blocks: int = 4
     """blocks of KV to free for each sequence that keeps running, when sequences are preempted (docs/decisions/pressure.md)"""
@@ -99,6 +99,10 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of other models with 2 instead of 8. Norms are then summed in another order than torch's, so log-probs differ from those of
     a trainer's forward in the last bits, as they do by cuBLAS's products; with exact, `use_exact` gives a trainer the same
     kernels. Default: on, unless routed_experts is"""
+
+    library_products: bool = True
+    """with exact on CUDA, multiply by cuBLASLt if a check at load finds that its rows do not depend on their number, for every
+    shape of the model; the name of the arithmetic then begins with exact_lt. Off: by our own kernel, which takes longer"""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field and its bounds."""

@@ -39,11 +39,13 @@ from rollout.engine.cuda.attention import (
     triton_attention,
 )
 from rollout.engine.cuda.digests import device_hashes
-from rollout.engine.cuda.exact import ARITHMETIC, FUSED_LAYERS, make_exact, product
-from rollout.engine.cuda.fused import FusedDecoder, Linear, NotFused
+from rollout.engine.cuda.exact import FUSED_LAYERS, make_exact
+from rollout.engine.cuda.fused import FusedDecoder, NotFused
 from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
+from rollout.engine.cuda.library_products import choose_products
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.norms import fuse_norms
+from rollout.engine.cuda.proofs import Linear
 from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
@@ -282,7 +284,9 @@ class CudaDevice:
         fused = config.advanced.fused_layers
         fused = not config.routed_experts if fused is None else fused
         if config.exact or fused:
-            path = equip_exact(model, backend, fused) if config.exact else fuse(model, backend)
+            library = config.advanced.library_products
+            path = equip_exact(model, backend, fused, library) if config.exact else fuse(model, backend)
+            self.memory.trim()  # of what the checks have used
             return path._replace(arithmetic=path.arithmetic + mixed)
         return ExecutionPath(None, torch_arithmetic() + mixed, None, "") if mixed else None
 
@@ -385,14 +389,16 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
     return ExecutionPath(decoder, fused, None, "")
 
 
-def equip_exact(model: Model, backend: Backend, fused: bool) -> ExecutionPath:
+def equip_exact(model: Model, backend: Backend, fused: bool, library: bool) -> ExecutionPath:
     """Let the products and norms of a model not depend on the batch. fused: run its layers with `FusedDecoder`, if it supports
-    them; the arithmetic's name says whether it does. Raises NotExact."""
-    make_exact(model.module)
-    decoder = _run_fused(model, backend, product) if fused else None
+    them. library: multiply by cuBLASLt, if its rows prove not to depend on their number. The arithmetic's name says what runs.
+    Raises NotExact."""
+    products = choose_products(model.module, library)
+    make_exact(model.module, products.multiply)
+    decoder = _run_fused(model, backend, products.multiply) if fused else None
     if isinstance(decoder, FusedDecoder):
-        return ExecutionPath(decoder, ARITHMETIC + FUSED_LAYERS, None, "")
-    return ExecutionPath(None, ARITHMETIC, None, str(decoder or ""))
+        return ExecutionPath(decoder, products.name + FUSED_LAYERS, None, "")
+    return ExecutionPath(None, products.name, None, str(decoder or ""))
 
 
 def _run_fused(model: Model, backend: Backend, product: Linear) -> FusedDecoder | NotFused:

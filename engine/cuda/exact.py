@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from rollout.engine.cuda.experts import LinearsAnswered, adds_rows, exact_experts, is_router, programs_of
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.norms import agree, candidates
+from rollout.engine.cuda.proofs import Linear
 from rollout.engine.forward.routes import is_experts
 
 ARITHMETIC = "exact/1"
@@ -50,10 +51,11 @@ FUSED = {"enable_fp_fusion": True}
 """set explicitly, so that the environment cannot change the kernel"""
 
 
-def make_exact(module: nn.Module) -> None:
+def make_exact(module: nn.Module, multiply: Linear | None = None) -> None:
     """Replace the linear layers, RMSNorms, routers and experts of a transformers model by kernels whose results do not depend
     on the number of rows. They read the parameters at each call, so in-place updates take effect. Recurrent mixers are not
-    replaced here. Raises NotExact naming the layer if the model has other products; the model is unchanged then."""
+    replaced here. multiply: products of linear layers whose rows do not depend on the number of rows; None: `product`. Raises
+    NotExact naming the layer if the model has other products; the model is unchanged then."""
     linears = [each for each in module.modules() if type(each) is nn.Linear]
     mixtures = {each: _experts for each in module.modules() if is_experts(each)}
     mixtures |= {each: _router for each in module.modules() if _has_matrix(each) and is_router(each)}
@@ -74,7 +76,7 @@ def make_exact(module: nn.Module) -> None:
     ):
         raise NotExact(f"exact=true: norms other than RMSNorm: {', '.join(sorted(others)) or 'their results differ'}")
     for linear in linears:
-        linear.forward = MethodType(_linear, linear)  # type: ignore[method-assign]
+        linear.forward = ExactForward(linear, multiply)  # type: ignore[method-assign]
     for norm in norms:
         norm.forward = MethodType(_norm, norm)
     mixtures |= dict.fromkeys(special, _norm_by_mean)
@@ -86,14 +88,28 @@ def make_plain(module: nn.Module) -> None:
     """Undo `make_exact`."""
     for each in module.modules():
         made = vars(each).get("forward")
-        if getattr(made, "__func__", None) in (_linear, _norm, _norm_by_mean, _experts, _router):
+        replaced = getattr(made, "__func__", None) in (_norm, _norm_by_mean, _experts, _router)
+        if replaced or isinstance(made, ExactForward):
             del each.forward
 
 
-def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return […, out] of x […, in] and weight [out, in], as `torch.nn.functional.linear`, with a fixed order of summation."""
-    made: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+def exact_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, multiply: Linear | None = None
+) -> torch.Tensor:
+    """Return […, out] of x […, in] and weight [out, in], as `torch.nn.functional.linear`, with a fixed order of summation.
+    multiply: as for `make_exact`."""
+    made: torch.Tensor = _Linear.apply(x, weight, bias, multiply)  # type: ignore[no-untyped-call]
     return made
+
+
+class ExactForward:
+    """The forward of a linear layer by an exact product. Copied with its layer, it works for the copy."""
+
+    def __init__(self, layer: nn.Linear, multiply: Linear | None) -> None:
+        self.layer, self.multiply = layer, multiply
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return exact_linear(input, self.layer.weight, self.layer.bias, self.multiply)
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -154,20 +170,23 @@ class _Mean(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, multiply: Linear | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        return (multiply or product)(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         return (
             (flat @ weight).view(x.shape) if of_x else None,
             flat.T @ rows if of_weight else None,
             flat.sum(0) if of_bias and ctx.biased else None,
+            None,
         )
 
 
@@ -217,10 +236,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def _kinds(norms: list[Any]) -> list[Any]:
     """Return one norm of each class and size."""
     return list({(type(norm), norm.weight.numel()): norm for norm in norms}.values())
-
-
-def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    return exact_linear(input, self.weight, self.bias)
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.memory import CudaMemory
+from rollout.engine.cuda.proofs import Linear
 from rollout.engine.forward.attention import Backend, Scores, located, plain_scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.fp8 import is_fp8, scales_as
@@ -35,8 +36,6 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 SILU_WIDTH = 1024
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """largest accepted difference, relative to the largest logit"""
-
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class StoredAttention(Protocol):

@@ -12,7 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from rollout.engine.memory import ALIGNMENT, DeviceMemory, MemoryRegion, host_buffer, placed, side_by_side
+from rollout.engine.memory import DeviceMemory, MemoryRegion, host_buffer, placed, side_by_side
+
+STORAGE_ALIGNMENT = 256
+"""of a storage in a region, in bytes: libraries choose the kernel of a product by the alignment of its matrices"""
 
 
 class ResidentTensors:
@@ -88,7 +91,9 @@ def settle(tensors: Collection[torch.Tensor], memory: DeviceMemory) -> MemoryReg
     lying: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         lying.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    sizes = {at: -(-found[0].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for at, found in lying.items()}
+    sizes = {
+        at: -(-found[0].untyped_storage().nbytes() // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT for at, found in lying.items()
+    }
     region = memory.region(sum(sizes.values()))
     if region is None:
         return None

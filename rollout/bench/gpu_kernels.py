@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +22,8 @@ from rollout.bench.gpu_bench import Bench, Rows, kept
 from rollout.engine.cuda.exact import Tile, exact_linear, product
 from rollout.engine.cuda.graphs import cuda_capture
 from rollout.engine.cuda.launches import Launches
+from rollout.engine.cuda.library_products import library_products
+from rollout.engine.cuda.proofs import Unproven
 from rollout.engine.devices import StepCapacity, TritonAttention
 from rollout.engine.forward.attention import Scores
 from rollout.engine.kv.pages import KVGeometry
@@ -157,11 +160,14 @@ def flashinfer(
 
 @torch.inference_mode()
 def products(bench: Bench) -> Rows:
-    """Compare torch's products of some rows with those of all rows, for the shapes of the model's layers, and time them beside
-    the kernel of `exact`. Run it once more with WITHOUT_SPLITS in the environment."""
+    """Say whether cuBLASLt's products are proven for `exact`, and in how many seconds. Compare torch's products of some rows
+    with those of all rows, for the shapes of the model's layers, and time them beside the kernel of `exact`. Run it once more
+    with WITHOUT_SPLITS in the environment."""
     if bench.device.type == "cpu":
         yield {"left_out": "cuBLAS chooses by the number of rows"}
         return
+    started = time.perf_counter()
+    yield {"exact_products": proven_or_why(bench.module), "seconds": time.perf_counter() - started}
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     without_splits = all(os.environ.get(name) == value for name, value in WITHOUT_SPLITS.items())
     if without_splits:
@@ -183,6 +189,14 @@ def products(bench: Bench) -> Rows:
         for tile in OTHER_TILES:
             yield from kept(one_tile(bench, name, tile, x[:1024], weight, of_exact))
         del x, weight, whole
+
+
+def proven_or_why(module: torch.nn.Module) -> str:
+    """Return the name of the library's products for `exact`, or why they are not taken."""
+    try:
+        return library_products(module).name
+    except Unproven as error:
+        return str(error)
 
 
 def one_tile(bench: Bench, name: str, tile: Tile, x: torch.Tensor, weight: torch.Tensor, want: torch.Tensor) -> Rows:

@@ -80,7 +80,8 @@ def forwards(bench: Bench, engine: Engine) -> Rows:
 
 
 def exact(bench: Bench) -> Rows:
-    """Measure the cost of `exact`: the forwards of `decode` with transformers' own layers, fused ones, exact ones, and both."""
+    """Measure the cost of `exact`: the forwards of `decode` with transformers' own layers, fused ones, exact ones, and both, by
+    the library's products, if they are proven, and by Triton's."""
     if bench.device.type == "cpu":
         yield {"left_out": "exact is an option of CUDA"}
         return
@@ -89,6 +90,7 @@ def exact(bench: Bench) -> Rows:
         "plain": {"advanced": AdvancedConfig(fused_layers=False)},
         "fused": {"advanced": FUSED},
         "exact_unfused": {"advanced": AdvancedConfig(fused_layers=False), "exact": True},
+        "exact_triton": {"advanced": AdvancedConfig(fused_layers=True, library_products=False), "exact": True},
         "exact": {"advanced": FUSED, "exact": True},
     }
     for variant, options in variants.items():

@@ -175,11 +175,12 @@ def _probe(model: Any) -> Callers:
 
 def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
     fused = arithmetic is None or on_device.is_fused(arithmetic)
-    wanted = on_device.arithmetic_of(model, model.device, fused)
+    products = on_device.products_of(model, arithmetic)
+    wanted = on_device.arithmetic_of(model, model.device, fused, products.name)
     if arithmetic not in (None, wanted):
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
-            "cuda and exact = true, on GPUs of the trainer's compute capability and with its minor version of Triton"
+            "cuda and exact = true, on GPUs of the trainer's compute capability and with its versions of Triton and cuBLASLt"
         )
     undo: list[Callable[[], None]] = []
 
@@ -189,7 +190,7 @@ def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) ->
 
     try:
         undo.append(use_exact_attention(model, block_size))
-        undo.append(on_device.use_products(model))
+        undo.append(on_device.use_products(model, products.multiply))
         if fused:
             undo.append(use_fused_layers(model, block_size))
     except NotFused as error:
@@ -198,7 +199,7 @@ def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) ->
             raise ValueError(
                 f"the service computes with arithmetic {arithmetic!r}, and this model's layers cannot be fused: {error}"
             ) from error
-        wanted = on_device.arithmetic_of(model, model.device)  # a service does not fuse them either
+        wanted = on_device.arithmetic_of(model, model.device, False, products.name)  # a service does not fuse them either
     except BaseException:
         remove()
         raise

@@ -14,6 +14,8 @@ import torch
 from rollout.engine.cuda import exact
 from rollout.engine.cuda.attention import arithmetic_on
 from rollout.engine.cuda.exact import make_exact, make_plain
+from rollout.engine.cuda.library_products import LIBRARY, ExactProducts, choose_products, library_products, triton_products
+from rollout.engine.cuda.proofs import Linear, Unproven
 from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
 from rollout.engine.forward.attention import Scores
@@ -21,11 +23,11 @@ from rollout.engine.forward.recurrence import CONV, names_in_forward
 from rollout.exact.recurrence import use_exact_recurrence_on_device
 
 
-def arithmetic_of(model: torch.nn.Module, device: torch.device, fused: bool = False) -> str:
-    """Return the arithmetic of a service of a model on such a device with `exact = true`, and with fused layers or without.
-    Raises TritonUnavailable (a ValueError)."""
+def arithmetic_of(model: torch.nn.Module, device: torch.device, fused: bool = False, products: str = exact.ARITHMETIC) -> str:
+    """Return the arithmetic of a service of a model on such a device with `exact = true`, with fused layers or without, and
+    with products of this name. Raises TritonUnavailable (a ValueError)."""
     recurrent = any(CONV in names_in_forward(each) for each in model.modules())
-    products = exact.ARITHMETIC + (exact.FUSED_LAYERS if fused else "")
+    products += exact.FUSED_LAYERS if fused else ""
     parts = [products, *([TritonMixers.arithmetic] if recurrent else []), arithmetic_on(device)]
     return "+".join(parts)
 
@@ -87,14 +89,31 @@ def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
 
 def is_fused(arithmetic: str) -> bool:
     """Return whether a service with this arithmetic computes exact products between fused layers."""
-    return arithmetic.split("+")[0] == exact.ARITHMETIC + exact.FUSED_LAYERS
+    return arithmetic.startswith("exact") and arithmetic.split("+")[0].endswith(exact.FUSED_LAYERS)
 
 
-def use_products(module: torch.nn.Module) -> Callable[[], None]:
-    """Install the products, norms and recurrent mixers of a service with `exact = true` in a module on CUDA. Returns a function
-    that restores it.
-    Raises NotExact (a ValueError) and changes nothing then."""
-    make_exact(module)
+def products_of(model: torch.nn.Module, arithmetic: str | None) -> ExactProducts:
+    """Return the products of a service with this arithmetic, as this machine has them; None: those of a service here. Raises
+    ValueError if the service multiplies by cuBLASLt, and its rows depend on their number here."""
+    if arithmetic is None:
+        return choose_products(model, library=True)
+    if not arithmetic.startswith("exact"):  # it is refused
+        return ExactProducts(exact.product, exact.ARITHMETIC)
+    if not arithmetic.startswith(LIBRARY):
+        return triton_products(model)
+    try:
+        return library_products(model)
+    except Unproven as error:
+        raise ValueError(
+            f"the service computes with arithmetic {arithmetic!r}, and here {error}: start the service with "
+            "advanced.library_products = false"
+        ) from error
+
+
+def use_products(module: torch.nn.Module, multiply: Linear | None = None) -> Callable[[], None]:
+    """Install the products, norms and recurrent mixers of a service with `exact = true` in a module on CUDA. multiply: as for
+    `make_exact`. Returns a function that restores it. Raises NotExact (a ValueError) and changes nothing then."""
+    make_exact(module, multiply)
     recurrence = use_exact_recurrence_on_device(module)
 
     def undo() -> None:

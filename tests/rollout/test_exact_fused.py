@@ -71,7 +71,7 @@ def served(made: Any) -> tuple[dict[tuple[str, int], Sample], Any]:
     """Return samples of an exact service with fused layers, two groups beside each other, and its engine."""
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDevice, "equip", lambda self, model, config, backend: equip_exact(model, backend, True))
+        patch.setattr(CpuDevice, "equip", lambda self, model, config, backend: equip_exact(model, backend, True, True))
         patch.setattr("rollout.engine.worker.check_model", lambda _: None)  # it takes a minute in the interpreter
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
@@ -116,10 +116,10 @@ def test_a_trainer_has_the_bits_of_fused_layers(family: str, dtype: torch.dtype,
 
 def test_an_exact_service_without_fused_layers_has_another_name() -> None:
     made = model()
-    path = equip_exact(Model(made, "tiny"), Any, fused=False)
+    path = equip_exact(Model(made, "tiny"), Any, fused=False, library=True)
     assert path.arithmetic == "exact/1" and path.decoder is None
     other = Model(model(), "tiny")
-    path = equip_exact(other, ReferenceAttention(), fused=True)
+    path = equip_exact(other, ReferenceAttention(), fused=True, library=True)
     assert path.arithmetic == "exact/1" and other.decoder is None and "stores K and V itself" in path.why
 
 

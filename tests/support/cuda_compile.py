@@ -223,11 +223,12 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     from rollout.engine.cuda.attention import EXACT
     from rollout.engine.cuda.digests import BLOCKS, UNROLL
     from rollout.engine.cuda.exact import FUSED, TILES
+    from rollout.engine.cuda.library_products import BY_ROWS
     from rollout.engine.cuda.sampling import BLOCK
     from rollout.engine.cuda.sampling_kernels import draw_kernel
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
-    for itemsize, tile in TILES.items():
+    for itemsize, tile in (*TILES.items(), *((2, each) for each in BY_ROWS)):
         fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "BIAS": True, "WIDEN": False}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
         made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
