@@ -45,11 +45,12 @@ from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
 from rollout.engine.cuda.library_products import choose_products
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.norms import fuse_norms
+from rollout.engine.cuda.prompts import NotTaken, cudnn_prompts
 from rollout.engine.cuda.proofs import Linear
 from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
-from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
+from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity, plain_scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.latent import stores_latents
 from rollout.engine.forward.model import (
@@ -167,6 +168,8 @@ class CpuDevice:
         self._without_native = without_native(config, self.isa)
         self.fast_attention = "reference" if self._without_native else "native"
         check_int8(config, self.isa, self.isa_reason)
+        if config.advanced.prompt_attention == "cudnn":
+            raise ValueError("advanced.prompt_attention='cudnn' with device=cpu: cuDNN is for CUDA; leave it out")
         log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
         if self._without_native and config.attention == "auto":
             log.info("attention runs in plain torch, which is slow reason=%r", self._without_native)
@@ -281,6 +284,8 @@ class CudaDevice:
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         mixed = "" if model.states is None else use_triton_mixers(model)
+        if config.advanced.prompt_attention == "cudnn":
+            use_cudnn_prompts(model, config, backend)
         fused = config.advanced.fused_layers
         fused = not config.routed_experts if fused is None else fused
         if config.exact or fused:
@@ -344,6 +349,21 @@ def use_triton_mixers(model: Model) -> str:
         log.warning("torch scans recurrent layers row by row, which is slow model=%s reason=%r", model.name, str(error))
         return ""
     return f"+{TritonMixers.arithmetic}"
+
+
+def use_cudnn_prompts(model: Model, config: EngineConfig, backend: Backend) -> None:
+    """Let cuDNN compute attention of long prompts, if it takes the model's heads and scores; otherwise log why tiles do."""
+    try:
+        if not isinstance(backend, TritonAttention):
+            raise NotTaken(f"{backend.name} attention of layers of several kinds, or with windows")
+        scores = plain_scores(model.asked)
+        if scores is None or any(each.window for each in scores):
+            raise NotTaken("layers with windows, soft caps or sinks")
+        if config.kv_dtype != "auto":
+            raise NotTaken(f"KV in {config.kv_dtype}")
+        backend.use_prompts(cudnn_prompts(), model.geometry.dtype)
+    except NotTaken as error:
+        log.warning("prompts are computed by tiles, not by cuDNN model=%s reason=%r", model.name, str(error))
 
 
 def check_device(device: torch.device, model: ModelLike) -> None:

@@ -93,6 +93,7 @@ def cut(
     sizes: tuple[int, int],
     groups: tuple[int, int],
     max_parts: int,
+    left_out: np.ndarray | None = None,
 ) -> Tiles:
     """Return the tiles of a step of R rows. Rows and prefixes are cut into runs of chunks, which get shorter until the programs
     have nearly equal work.
@@ -103,6 +104,7 @@ def cut(
         sizes: most tokens of a small and of a large tile.
         groups: programs of either kind that run at a time, per KV head; those of a group process the heads of one tile.
         max_parts: partial results for which there is memory.
+        left_out: [R] bool: rows that get no tiles; None: no row.
     """
     chunk = chunk_tokens(block_size)
     counts = np.diff(query_starts)
@@ -112,7 +114,9 @@ def cut(
     own = np.zeros(len(counts), np.int32)
     shared = _shared(counts, context_lens, block_table, splits, chunk // block_size, block_size, own) if share else []
     size = np.where(counts <= sizes[0], *sizes)
-    step = TilingInput(query_starts, context_lens, chunks, own, splits, size, shared, sizes, chunk, block_table.shape[1])
+    pieces = -(-counts // size) if left_out is None else np.where(left_out, 0, -(-counts // size))
+    columns = block_table.shape[1]
+    step = TilingInput(query_starts, context_lens, chunks, own, splits, size, pieces, shared, sizes, chunk, columns)
     split, dealt = _balanced(step, groups)
     parts = np.where(split, counts * chunks, 0)
     first_part = np.cumsum(parts) - parts
@@ -142,6 +146,8 @@ class TilingInput(NamedTuple):
     """[R]: whether there is memory for partial results"""
     size: np.ndarray
     """[R]: most tokens of a tile"""
+    pieces: np.ndarray
+    """[R]: tiles side by side that a row's tokens need"""
     shared: list[tuple[int, int, int, int]]
     """result of `_shared`"""
     sizes: tuple[int, int]
@@ -156,7 +162,7 @@ def _balanced(step: TilingInput, groups: tuple[int, int]) -> tuple[np.ndarray, l
     """Return [R] whether a row's tiles write partial results, and the small and the large tiles of the fastest variant."""
     small, large = step.sizes
     counts = np.diff(step.query_starts)
-    todo = -(-counts // step.size) * (step.chunks - step.own)
+    todo = step.pieces * (step.chunks - step.own)
     of_kind = [int(todo[counts <= small].sum()), int(todo[counts > small].sum())]
     for first, end, begin, stop in step.shared:
         tokens = int(step.query_starts[end] - step.query_starts[first])
@@ -271,7 +277,7 @@ def _of_rows(step: TilingInput, split: np.ndarray, run: np.ndarray) -> np.ndarra
     """Tile each row's own part: a piece of its tokens × all of its chunks, or × a run of them. Runs begin at multiples of their
     length. Returns [n, COLUMNS + 1]; the last column is the work."""
     starts, own, size, chunk = step.query_starts, step.own, step.size, step.chunk
-    row, piece = _each(-(-np.diff(starts) // size))
+    row, piece = _each(step.pieces)
     first = starts[row] + piece * size[row]
     tokens = np.minimum(size[row], starts[row + 1] - first)
     context = step.context_lens[row] - (starts[row + 1] - first - tokens)
