@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 LIBRARY = "exact_lt/1"
 """beginning of the name of the library's products; a change of how they are called increases the version"""
-ROWS = (*range(1, 257), *range(512, 8193, 256))
+ROWS = (*range(1, 257), *range(288, 1025, 32), *range(1280, 8193, 256))
 """numbers of rows with which the library is called"""
 ALIGNED_BYTES = 256
 """of the address of a matrix: the library chooses by it, too"""
 FEW_ROWS = 64
 BY_ROWS = Tile(64, 32, 64, 4, 4), Tile(128, 128, 64, 8, 4)
 """tiles of Triton's product for at most FEW_ROWS, in 16 bits, and for more: with the inputs at a time of the fixed tile"""
-TILED_ROWS = (1, 2, 17, 33, 64, 65, 128, 200, 256, 1000, 8192)
+TILED_ROWS = (1, 2, 17, 33, 64, 65, 128, 200, 256, 1000)
 """numbers of rows at which their bits are compared with those of the fixed tile, whose kernel is the same for all"""
 
 _settings = threading.Lock()
@@ -70,6 +70,19 @@ class PaddedProduct:
         padded = x.new_zeros(rows, x.shape[1])
         padded[: len(x)] = x
         return self.multiply(padded, weight)[: len(x)]
+
+
+class ProvenProduct:
+    """A product by a library for weights of proven shapes; Triton's for others, such as those of an adapter."""
+
+    def __init__(self, product: PaddedProduct, shapes: Sequence[WeightShape]) -> None:
+        self.product = product
+        self.sizes = {(outs, shape.inputs) for shape in shapes for outs in (*shape.outs, sum(shape.outs))}
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [rows, outs]."""
+        multiply: Linear = self.product if tuple(weight.shape) in self.sizes else exact.product
+        return multiply(x, weight, bias)
 
 
 def aligned(matrix: torch.Tensor) -> torch.Tensor:
@@ -130,7 +143,7 @@ def proven(product: PaddedProduct, shapes: Sequence[WeightShape], version: str, 
         digest = prove_row_invariant(product, shapes, product.rows, like)
     except RuntimeError as error:  # torch's: no memory, or no kernel
         raise Unproven(f"a product failed: {str(error)[:200]}") from error
-    return ExactProducts(product, f"{LIBRARY}/cublas{version}-{digest}")
+    return ExactProducts(ProvenProduct(product, shapes), f"{LIBRARY}/cublas{version}-{digest}")
 
 
 def triton_products(module: nn.Module) -> ExactProducts:

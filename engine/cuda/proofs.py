@@ -37,10 +37,13 @@ class WeightShape(NamedTuple):
 
 
 def shapes_of(module: nn.Module) -> list[WeightShape]:
-    """Return the shapes of a model's linear layers, each once."""
+    """Return the shapes of a model's linear layers, each once; without those of adapters, which a service does not have."""
     found: dict[WeightShape, None] = {}
-    for parent in module.modules():
-        left = {name: each for name, each in parent.named_children() if isinstance(each, nn.Linear)}
+    for path, parent in module.named_modules():
+        if hasattr(parent, "base_layer") or any(part.startswith("lora_") for part in path.split(".")):
+            continue
+        whole = {name: getattr(each, "base_layer", each) for name, each in parent.named_children()}
+        left = {name: each for name, each in whole.items() if isinstance(each, nn.Linear) and not name.startswith("lora_")}
         for names in STACKED:
             if all(name in left for name in names):
                 linears: list[Any] = [left.pop(name) for name in names]

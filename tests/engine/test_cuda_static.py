@@ -92,6 +92,18 @@ def test_kernels_fit_as_they_are_launched(architecture: int) -> None:
     rows = cuda_compile.in_a_process(architecture, 280)
     held(rows)
     assert {row["capability"] for row in rows if row["kernel"] == "attend"} == {architecture}
+    sums_in_one_order(rows)
+
+
+def sums_in_one_order(rows: list[dict[str, Any]]) -> None:
+    """Norms of an exact trainer are those of fused layers: with a sum of the residual before or not, and in blocks of any size.
+    The negative control has other warps."""
+    of_norms = [row for row in rows if row["kernel"] == "add_norm"]
+    same = [row["sum_layouts"] for row in of_norms if row["warps"] == 8]
+    assert len(same) == 2 and same[0] == same[1] != []
+    assert [row["sum_layouts"] for row in of_norms if row["warps"] == 4] != same[:1]
+    of_heads = [row["sum_layouts"] for row in rows if row["kernel"] == "rope_store" and not row["fp8"]]
+    assert len(of_heads) == 2 and of_heads[0] == of_heads[1] != []
 
 
 def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:

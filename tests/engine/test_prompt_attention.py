@@ -19,7 +19,7 @@ from rollout.engine.config import AdvancedConfig, EngineConfig  # noqa: E402
 from rollout.engine.cuda import prompts as module  # noqa: E402
 from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.prompts import NotTaken, PromptAttention, cudnn_prompts  # noqa: E402
-from rollout.engine.devices import CpuDevice, StepCapacity, TritonAttention, device_of, fuse, use_cudnn_prompts  # noqa: E402
+from rollout.engine.devices import CpuDevice, CudaDevice, StepCapacity, TritonAttention, device_of, fuse, use_cudnn_prompts  # noqa: E402
 from rollout.engine.forward.attention import Scores  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
@@ -97,7 +97,7 @@ def test_whole_prompts_of_a_packed_step(pooled: bool) -> None:
     step = Step()
     tiled, _ = step.attended(None)
     made, backend = step.attended(stand_in(), pooled)
-    torch.testing.assert_close(made, tiled, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made, tiled, rtol=1e-4, atol=1e-4)
     rows = [each.split(COUNTS.tolist()) for each in (made, tiled)]
     same = [torch.equal(mine, theirs) for mine, theirs in zip(*rows, strict=True)]
     assert same == [not each for each in WHOLE]
@@ -175,10 +175,11 @@ def test_an_engine_with_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
                 backend.use_prompts(prompts, torch.float32)
             return fuse(model, backend)
 
-        monkeypatch.setattr(CpuDevice, "equip", equip)
+        for device in (CpuDevice, CudaDevice):
+            monkeypatch.setattr(device, "equip", equip)
         engine = tiny_engine(
             model=tiny("qwen3", **small).to(DEVICE), device=DEVICE.type, attention="triton", block_size=4, kv_tokens=256,
-            max_num_seqs=16, max_batch_tokens=64,
+            max_num_seqs=16, max_batch_tokens=64, cuda_graphs=False,
         )  # fmt: skip
         assert ("/math" in engine.arithmetic) == (prompts is not None)
         used.clear()

@@ -17,6 +17,7 @@ from rollout.engine.cuda.library_products import (  # noqa: E402
     BY_ROWS,
     ROWS,
     PaddedProduct,
+    ProvenProduct,
     aligned,
     choose_products,
     proven,
@@ -75,7 +76,7 @@ def by_place(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_a_product_of_one_order_is_proven(dtype: torch.dtype) -> None:
     product = PaddedProduct(one_order, FEW)
     made = proven(product, SHAPES, "13.1.0", LIKE.to(dtype))
-    assert made.multiply is product and made.name.startswith("exact_lt/1/cublas13.1.0-")
+    assert made.name.startswith("exact_lt/1/cublas13.1.0-")
     assert made.name == proven(product, SHAPES, "13.1.0", LIKE.to(dtype)).name
     other = proven(PaddedProduct(lambda x, weight: in_pieces(x, weight, 4), FEW), SHAPES, "13.1.0", LIKE.to(dtype))
     assert other.name != made.name, "sums of another order, the same for all rows, have another digest"
@@ -140,6 +141,30 @@ def test_the_shapes_of_a_model() -> None:
     assert set(shapes) == {
         WeightShape((32, 16, 16), 32), WeightShape((32,), 32), WeightShape((32, 32), 32), WeightShape((64,), 32),
     }  # fmt: skip
+
+
+def test_shapes_that_are_not_proven_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an adapter, which the service does not have; the shapes of its model are the same with one and without."""
+    peft = pytest.importorskip("peft")
+    made = tiny("qwen3", **SMALL | {"head_dim": 16})
+    shapes = shapes_of(made)
+    adapted = peft.get_peft_model(made, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+    assert shapes_of(adapted.get_base_model()) == shapes
+    seen: list[str] = []
+
+    def stand_in(name: str) -> Any:
+        def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(name)
+            return x @ weight.T
+
+        return multiply
+
+    monkeypatch.setattr(exact, "product", stand_in("triton"))
+    multiply = ProvenProduct(PaddedProduct(stand_in("library"), FEW), shapes)
+    x = numbers(2, 32, 1, torch.empty(0))
+    for outs in (32, 16, 64, 4):
+        multiply(x, numbers(outs, 32, 2, torch.empty(0)))
+    assert seen == ["library", "library", "library", "triton"]
 
 
 def test_a_tile_by_rows_is_proven_against_the_fixed_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
 from rollout.engine.cuda.fused import FusedDecoder, NotFused  # noqa: E402
-from rollout.engine.devices import CpuDevice, equip_exact  # noqa: E402
+from rollout.engine.devices import CpuDevice, CudaDevice, equip_exact  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
@@ -71,7 +71,8 @@ def served(made: Any) -> tuple[dict[tuple[str, int], Sample], Any]:
     """Return samples of an exact service with fused layers, two groups beside each other, and its engine."""
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDevice, "equip", lambda self, model, config, backend: equip_exact(model, backend, True, True))
+        for device in (CpuDevice, CudaDevice):
+            patch.setattr(device, "equip", lambda self, model, config, backend: equip_exact(model, backend, True, False))
         patch.setattr("rollout.engine.worker.check_model", lambda _: None)  # it takes a minute in the interpreter
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]

@@ -59,7 +59,8 @@ def samples() -> dict[tuple[str, int], Sample]:
     make_exact(made)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.engine.devices.CpuDevice.equip", lambda *_: None)  # a CPU's own products are others
+        for kind in ("CpuDevice", "CudaDevice"):  # their own products are others
+            patch.setattr(f"rollout.engine.devices.{kind}.equip", lambda *_: None)
         patch.setattr(
             "rollout.engine.worker.check_model", lambda served: None
         )  # it has a test of its own, and takes a minute here
@@ -189,7 +190,8 @@ def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind:
     plain = made_of(kind)
     served = made_of(kind)
     make_exact(served)
-    monkeypatch.setattr("rollout.engine.devices.CpuDevice.equip", lambda *_: None)
+    for device in ("CpuDevice", "CudaDevice"):
+        monkeypatch.setattr(f"rollout.engine.devices.{device}.equip", lambda *_: None)
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     engine = tiny_engine(model=served, device=DEVICE, kv_tokens=256, **options)

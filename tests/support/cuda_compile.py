@@ -134,7 +134,15 @@ def compiled(
         "products": len(re.findall(r"\bw?g?mma|tcgen05\.mma", ptx)),
         "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         "turn_instructions": turn_instructions(disassembled(made.asm["cubin"], tools / "nvdisasm")),
+        "sum_layouts": sum_layouts(made.asm["ttgir"]),
     }
+
+
+def sum_layouts(ttgir: str) -> list[str]:
+    """Return the shape and the layout over threads of each tensor that is summed along a dimension: they decide the order."""
+    named = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = re.findall(r'"tt\.reduce".*?\}\)\s*:\s*\(tensor<([^>]*?), (#\w+)', ttgir, re.DOTALL)
+    return [f"{shape} {named.get(layout, layout)}" for shape, layout in found]
 
 
 def disassembled(cubin: bytes, nvdisasm: Path) -> str:
@@ -234,9 +242,12 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
         made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
         yield made | {"itemsize": itemsize}
     fixed = {"WIDTH": 4096, "ADD": True, "Q_HEADS": 32, "HALF_PAD": 64, "NORM": True}
-    for kernel, heads in ((fused_kernels.add_norm, PRODUCTION), *((fused_kernels.rope_store, each) for each in SHORT)):
-        made = compiled(kernel, capability, constants(heads, launch) | fixed | {"HEADS_PAD": 32}, {"num_warps": 8, **EXACT})
+    for heads in (*SHORT, PRODUCTION._replace(block=32)):
+        made = compiled(fused_kernels.rope_store, capability, constants(heads, launch) | fixed | {"HEADS_PAD": 32}, EXACT)
         yield made | {"fp8": heads.fp8}
+    for add, warps in ((True, 8), (False, 8), (False, 4)):
+        options = {"num_warps": warps, **EXACT}
+        yield compiled(fused_kernels.add_norm, capability, fixed | {"ADD": add}, options) | {"warps": warps}
     yield compiled(fused_kernels.silu_mul, capability, {"WIDTH": 1024}, EXACT)
     for kernel, heads in ((triton_kernels.store, PRODUCTION), (triton_kernels.store, FP8), (triton_kernels.merge, PRODUCTION)):
         yield compiled(kernel, capability, constants(heads, launch), EXACT) | {"fp8": heads.fp8}

@@ -32,7 +32,8 @@ PYTEST = "python3 -m pytest -q -W default -p no:cacheprovider"
 BENCH = "python3 -m rollout.bench.gpu"
 ORACLE = "tests/gpu/test_attention_oracle.py"
 TOGETHER = tuple(
-    f"tests/gpu/test_{name}.py" for name in ("same_samples", "graphs_on_a_device", "draws_on_a_device", "states_and_experts")
+    f"tests/gpu/test_{name}.py"
+    for name in ("same_samples", "graphs_on_a_device", "draws_on_a_device", "states_and_experts", "products_on_a_device")
 )
 """tests for a GPU that may run beside each other"""
 ALONE = tuple(
@@ -40,8 +41,8 @@ ALONE = tuple(
 )
 """those that measure time or the device's free memory"""
 COMPILED = (
-    "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,recurrence_triton,experts_triton,device_digests}"
-    ".py tests/rollout/test_exact_{on_device,fused}.py"
+    "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,prompt_attention,proven_products,"
+    "recurrence_triton,experts_triton,device_digests}.py tests/rollout/test_exact_{on_device,fused}.py"
 )
 """tests that run in the interpreter elsewhere"""
 RACES = f"'{ORACLE}::test_sixteen_rows_over_a_prefix[8-8x4x128-bfloat16]'"
