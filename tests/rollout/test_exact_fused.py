@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from torch.nn.functional import silu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rollout.engine.config import AdvancedConfig, EngineConfig  # noqa: E402
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
 from rollout.engine.cuda.fused import FusedDecoder, NotFused  # noqa: E402
-from rollout.engine.devices import CpuDevice, CudaDevice, equip_exact  # noqa: E402
+from rollout.engine.devices import CpuDevice, CudaDevice, StepCapacity, TritonAttention, equip_exact  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
+from rollout.engine.memory import HostMemory  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
@@ -233,3 +236,22 @@ def test_use_exact_does_what_the_name_says(family: str, monkeypatch: pytest.Monk
             assert (type(vars(made.inner.model.layers[0].self_attn).get("forward")) is FusedAttention) == (wanted == fused)
             exact.remove()
         assert all("forward" not in vars(each) for each in made.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "fuses", "name"),
+    [
+        ({"exact": True}, True, "exact/1/fused"),
+        ({"exact": True, "advanced": AdvancedConfig(fused_layers=False)}, False, "exact/1"),
+        ({"exact": True, "routed_experts": True}, False, "exact/1"),
+        ({}, True, "torch/"),
+    ],
+)
+def test_what_a_service_on_cuda_runs(options: dict[str, Any], fuses: bool, name: str) -> None:
+    """By its options: layers are fused with `exact` and without it, unless they are not to be."""
+    served = Model(model(), "tiny")
+    backend = TritonAttention(torch.device(DEVICE), StepCapacity(16, 16, 8, 2, 1, 16, 4), 2)
+    device: Any = SimpleNamespace(memory=HostMemory())
+    path = CudaDevice.equip(device, served, EngineConfig(device="cuda", dtype="float32", **options), backend)
+    assert path is not None and isinstance(path.decoder, FusedDecoder) == fuses and served.decoder is path.decoder
+    assert path.arithmetic.startswith(name) and path.arithmetic.endswith("/fused") == fuses
