@@ -76,8 +76,7 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tuning, for measurements. The defaults are right for serving: change them only if `rollout bench` shows a gain. Samples
-    are the same for every value, except with fused_layers,
-    library_products and prompt_attention."""
+    are the same for every value, except with fused_layers, library_products and prompt_attention."""
 
     lookahead_blocks: int = 4
     """blocks of KV to free for each sequence that keeps running, when sequences are preempted (docs/decisions/pressure.md)"""
