@@ -21,12 +21,13 @@ import xxhash
 
 from rollout.engine.memory import placed, side_by_side
 from rollout.engine.parallel.messages import ExchangeWeights, RankAnswer, ReadElements
-from rollout.engine.types import TensorInfo, WeightUpdate
+from rollout.engine.types import TensorInfo
 from rollout.engine.weights.cuts import Cut, Part, parts_of
 from rollout.engine.weights.inventory import READ_BYTES, Inventory
 from rollout.engine.weights.live import Weights, WeightsTorn
-from rollout.engine.weights.staging import SLICE_BYTES, StagedTensor, Staging
-from rollout.engine.weights.tensors import InvalidWeights, tensor_bytes
+from rollout.engine.weights.lora import StagedTensors
+from rollout.engine.weights.staging import SLICE_BYTES, StagedTensor
+from rollout.engine.weights.tensors import tensor_bytes
 
 
 class OtherRanks(Protocol):
@@ -73,6 +74,14 @@ class PartInventory(Inventory):
             put_elements(answer.data, parts[first], whole, begin)
         return tensor_bytes(whole)
 
+    def read(self, name: str) -> torch.Tensor:
+        whole = torch.empty(self.shapes[name], dtype=self.tensors[name].dtype)
+        raw, (size, _) = tensor_bytes(whole), self.size(name)
+        for start in range(0, size, READ_BYTES):
+            count = min(READ_BYTES, size - start)
+            raw[start : start + count] = self.read_slice(name, start, count)
+        return whole
+
     def digest(self, name: str) -> str:
         state, (size, _) = xxhash.xxh3_128(), self.size(name)
         for start in range(0, size, READ_BYTES):
@@ -117,6 +126,34 @@ class DividedTensor(StagedTensor):
     def land(self, staged: torch.Tensor, start: int) -> None:
         for part, place in self.places:
             for piece, here in part.overlap(staged, start // self.dtype.itemsize, place):
+                here.copy_(piece)
+
+
+class DividedMerge:
+    """Tensors that are merged whole on rank 0, one at a time, and staged in parts: so the bits are those of one rank. The
+    product B A of a part may have other ones.
+
+    Args:
+        divided: returns the part of a payload that is sent whole, of a name.
+        places: returns each rank's part of a tensor, and where it is staged.
+        tensors: rank 0's parts. shapes: of whole tensors.
+    """
+
+    def __init__(
+        self,
+        divided: Callable[[TensorInfo, str], StagedTensor],
+        places: Callable[[str], list[tuple[Part, torch.Tensor]]],
+        tensors: Mapping[str, torch.Tensor],
+        shapes: Mapping[str, torch.Size],
+    ) -> None:
+        self.part, self._places, self._tensors, self._shapes = divided, places, tensors, shapes
+
+    def room(self, name: str) -> torch.Tensor:
+        return torch.empty(self._shapes[name], dtype=self._tensors[name].dtype)
+
+    def wrote(self, name: str, whole: torch.Tensor) -> None:
+        for part, place in self._places(name):
+            for piece, here in part.overlap(whole.view(-1), 0, place):
                 here.copy_(piece)
 
 
@@ -166,11 +203,6 @@ class DividedWeights(Weights):
         sizes = {name: tensor.element_size() for name, tensor in self._tensors.items()}
         return [sum(math.prod(parts[name].here) * size for name, size in sizes.items()) for parts in self._parts_of]
 
-    def stage(self, update: WeightUpdate) -> Staging:
-        if update.adapter is not None:
-            raise InvalidWeights("an adapter cannot be merged into weights that several ranks have: send merged tensors")
-        return super().stage(update)
-
     def _open_in_host_memory(self) -> None:
         for staged in self._staged:
             staged.open()
@@ -180,6 +212,9 @@ class DividedWeights(Weights):
         self, manifest: Sequence[TensorInfo], targets: Sequence[str | None], place: Callable[[str], torch.Tensor]
     ) -> list[StagedTensor]:
         return [self._divided(info, target) for info, target in zip(manifest, targets, strict=True)]
+
+    def _staged_tensors(self) -> StagedTensors:
+        return DividedMerge(self._divided, self._places, self._tensors, self.inventory.shapes)
 
     def _divided(self, info: TensorInfo, target: str | None) -> StagedTensor:
         dtype = getattr(torch, info.dtype)

@@ -61,6 +61,10 @@ class Inventory:
         live, (_, itemsize) = self.tensors[self.first_name[name]], self.size(name)
         return tensor_bytes(live.detach().reshape(-1)[start // itemsize : (start + size) // itemsize]).copy()
 
+    def read(self, name: str) -> torch.Tensor:
+        """Copy a live tensor to host memory, given its first name."""
+        return self.tensors[name].detach().to("cpu", copy=True)
+
     def digest(self, name: str) -> str:
         """Return the xxh3-128 (hex) of a live tensor, given its first name."""
         return digest_of(tensor_bytes(self.tensors[name]))

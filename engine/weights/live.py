@@ -35,7 +35,7 @@ from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
 from rollout.engine.weights.in_place import InPlaceStaging
 from rollout.engine.weights.inventory import Digests, Inventory
-from rollout.engine.weights.lora import AdapterBase, AdapterMerge
+from rollout.engine.weights.lora import AdapterBase, AdapterMerge, InOnePlace, StagedTensors
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.engine.weights.resident import ResidentTensors
 from rollout.engine.weights.staging import StagedTensor, Staging, TensorSlices
@@ -165,7 +165,9 @@ class Weights:
             self._digests.learn(self._tensors)  # before they are overwritten
         elif not on_device:
             self._open_in_host_memory()
-        merging = None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._buffers.place)
+        merging = (
+            None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._staged_tensors())
+        )
         place = self._live if self.dropped or in_place else self._buffers.place
         parts = self._parts(manifest, targets, place) if merging is None else merging.parts
         if in_place:
@@ -189,6 +191,10 @@ class Weights:
     ) -> list[StagedTensor]:
         """Return the parts of a payload of whole tensors. place: returns what staging writes for a name."""
         return parts_of(manifest, targets, place)
+
+    def _staged_tensors(self) -> StagedTensors:
+        """Return where merged tensors are staged."""
+        return InOnePlace(self._buffers.place)
 
     def _live(self, name: str) -> torch.Tensor:
         return self._all[name].detach()

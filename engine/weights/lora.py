@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -59,7 +59,7 @@ class AdapterBase:
         kept = self._kept.get(name)
         if kept is None:
             self._live.learn([name])  # after the exchange it cannot be computed any more
-        return self._inventory.tensors[name].detach().to("cpu", copy=True) if kept is None else kept
+        return self._inventory.read(name) if kept is None else kept
 
     def check(self, digest: str | None) -> None:
         """Compare the base with the digest of the weights that an adapter was trained on; None: unknown. Raises WrongBase."""
@@ -87,12 +87,37 @@ class AdapterBase:
         self._digests.clear()
 
 
-class AdapterMerge:
-    """One refresh of an adapter. Raises WrongBase; InvalidWeights naming the tensor if the adapter does not fit.
+class StagedTensors(Protocol):
+    """Where merged tensors are staged."""
 
-    Args:
-        place: returns the staged tensor of a name.
-    """
+    def part(self, info: TensorInfo, name: str) -> StagedTensor:
+        """Return the part of a payload that is sent whole."""
+
+    def room(self, name: str) -> torch.Tensor:
+        """Return memory for a whole tensor."""
+
+    def wrote(self, name: str, whole: torch.Tensor) -> None:
+        """Stage what was written there."""
+
+
+class InOnePlace:
+    """Tensors that are staged whole. place: returns the staged tensor of a name."""
+
+    def __init__(self, place: Callable[[str], torch.Tensor]) -> None:
+        self._place = place
+
+    def part(self, info: TensorInfo, name: str) -> StagedTensor:
+        return StagedTensor(info, getattr(torch, info.dtype), name, self._place(name).view(-1))
+
+    def room(self, name: str) -> torch.Tensor:
+        return self._place(name)
+
+    def wrote(self, name: str, whole: torch.Tensor) -> None:
+        """Do nothing: it is there."""
+
+
+class AdapterMerge:
+    """One refresh of an adapter. Raises WrongBase; InvalidWeights naming the tensor if the adapter does not fit."""
 
     def __init__(
         self,
@@ -100,15 +125,17 @@ class AdapterMerge:
         manifest: Sequence[TensorInfo],
         inventory: Inventory,
         base: AdapterBase,
-        place: Callable[[str], torch.Tensor],
+        staged: StagedTensors,
     ) -> None:
         self.bases: dict[str, torch.Tensor] = {}
         """base of each tensor that this adapter changes"""
         self.stands_for = inventory.nbytes
         """bytes of the model's tensors after the merge: all of them"""
-        self._inventory, self._base, self._place = inventory, base, place
+        self._inventory, self._base, self._staged = inventory, base, staged
         self._factors: dict[str, torch.Tensor] = {}
         """A and B that arrived and wait for the other"""
+        self._sent: dict[str, torch.Tensor] = {}
+        """tensors that are sent whole, and get A and B added"""
         infos = {info.name: info for info in manifest}
         if not adapter.targets:
             raise InvalidWeights("the adapter has no targets: train one with LoRA layers, or refresh with whole tensors")
@@ -147,25 +174,35 @@ class AdapterMerge:
         if target and {target.a, target.b} <= self._factors.keys() and target.weight not in self._awaited:
             digests[target.weight] = self._merge(target)
         if not self._left:
-            digests |= {name: digest_of(tensor_bytes(self._place(name).copy_(self._base.read(name)))) for name in self._back}
+            digests |= {name: self._restore(name) for name in self._back}
         return digests
 
     def _merge(self, target: LoraTarget) -> str:
         a, b = self._factors.pop(target.a), self._factors.pop(target.b)
-        staged = self._place(target.weight)
-        if target.weight in self.bases:  # it was sent whole and is staged already
-            base = staged
-        else:
+        staged = self._staged.room(target.weight)
+        base = self._sent.pop(target.weight, None)
+        if base is None:
             base = self.bases[target.weight] = self._base.read(target.weight)
         merge_into(staged, base, a, b, target)
         if not finite(staged):
             raise InvalidWeights("base + scale · B A overflows its dtype", target.weight)
+        self._staged.wrote(target.weight, staged)
+        return digest_of(tensor_bytes(staged))
+
+    def _restore(self, name: str) -> str:
+        staged = self._staged.room(name).copy_(self._base.read(name))
+        self._staged.wrote(name, staged)
         return digest_of(tensor_bytes(staged))
 
     def _part(self, info: TensorInfo, whole: str | None) -> StagedTensor:
+        if whole is not None and whole not in self._target_of:
+            return self._staged.part(info, whole)
         dtype = getattr(torch, info.dtype)
-        place = torch.empty(math.prod(info.shape), dtype=dtype) if whole is None else self._place(whole).view(-1)
-        return StagedTensor(info, dtype, whole, place)
+        kept = dtype if whole is None else self._inventory.tensors[whole].dtype
+        place = torch.empty(info.shape, dtype=kept)
+        if whole is not None:
+            self._sent[whole] = place
+        return StagedTensor(info, dtype, whole, place.view(-1))
 
     def _check(self, target: LoraTarget, infos: Mapping[str, TensorInfo]) -> None:
         """Check that the manifest lists A and B and that B A has the shape of the weight."""
@@ -187,8 +224,8 @@ class AdapterMerge:
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             raise InvalidWeights(f"A is {a.shape}, B is {b.shape}: must be [rank, in] and [out, rank]", name)
         product = (a.shape[1], b.shape[0]) if target.transposed else (b.shape[0], a.shape[1])
-        if product != tuple(live.shape):
-            raise InvalidWeights(f"B A is {product}, the model's is {tuple(live.shape)}", name)
+        if product != tuple(shape := self._inventory.shapes[first]):
+            raise InvalidWeights(f"B A is {product}, the model's is {tuple(shape)}", name)
         if a.shape[0] > min(product):
             raise InvalidWeights(f"rank {a.shape[0]} is above that of any {product} matrix: send the merged weight", name)
         if not math.isfinite(target.scale):

@@ -10,48 +10,17 @@ from transformers import PreTrainedModel
 
 from rollout.client.lora import Adapters
 from rollout.engine.config import WeightOffload
-from rollout.engine.engine import Engine
 from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo, WeightUpdate
 from rollout.engine.weights.lora import merge_into
-from rollout.engine.weights.staging import Staging, source_of
+from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
+from tests.support.adapters import Named, adapter, factors, refresh, staged
 from tests.support.broken_commit import fail_commit
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
-Named = dict[str, torch.Tensor]
-
-
-def factors(model: PreTrainedModel, names: list[str], seed: int = 0, dtype: torch.dtype = torch.float32) -> Named:
-    """A and B of rank 4 for each weight."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name in names:
-        out, into = dict(model.named_parameters())[name].shape
-        tensors[name + ".A"] = torch.randn(4, into, generator=generator).to(dtype)
-        tensors[name + ".B"] = torch.randn(out, 4, generator=generator).mul(0.05).to(dtype)
-    return tensors
-
-
-def adapter(names: list[str], scale: float = 0.5, base: str | None = None) -> Adapter:
-    return Adapter(base, [LoraTarget(name, name + ".A", name + ".B", scale) for name in names])
-
-
-def staged(engine: Engine, tensors: Named, what: Adapter) -> tuple[Staging, Any]:
-    described = [describe(name, tensor) for name, tensor in tensors.items()]
-    update = WeightUpdate([with_digest(*each) for each in described], adapter=what)
-    return engine.stage(update), source_of(data for _, data in described)
-
-
-def refresh(engine: Engine, tensors: Named, what: Adapter) -> Any:
-    staging, source = staged(engine, tensors, what)
-    try:
-        staging.feed_all(source)
-        return engine.commit(staging)
-    finally:
-        staging.close()
 
 
 def by_hand(model: PreTrainedModel, tensors: Named, names: list[str], scale: float = 0.5) -> PreTrainedModel:

@@ -24,6 +24,8 @@ from rollout.engine.types import DeviceLost, Group, PartialSample, Sample, Sampl
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.tensors import InvalidWeights
 from rollout.exact import sample_logprobs, use_exact
+from tests.support.adapters import adapter, factors
+from tests.support.adapters import refresh as merge
 from tests.support.families import build
 from tests.support.ranks import bits, ranked_engine, ranks_in_threads, saved, tiny_shared
 from tests.support.samebits import torchs_log_softmax
@@ -261,6 +263,81 @@ def test_a_refresh_that_one_rank_cannot_take_is_undone_on_all(
     assert bits(run(engine, [asked])) == want
     engine.refresh(replicas.weights(7))
     assert engine.weights.live_digest() == engine.weights.digest != digest
+
+
+PRODUCTS = ("layers.2.self_attn.q_proj", "layers.2.self_attn.k_proj", "layers.2.self_attn.o_proj", "layers.0.mlp.down_proj")
+"""of which adapters change some: cut by rows, by rows that two ranks may share, by columns"""
+
+
+def adapted(model: PreTrainedModel, more: tuple[str, ...] = ()) -> list[str]:
+    """Return names of weights with an adapter, in layers that every kind has."""
+    wanted = [each.replace("layers.2", "layers.1") for each in PRODUCTS] + [*PRODUCTS, "in_proj_qkv", *more]
+    return [name for name, each in model.named_parameters() if each.ndim == 2 and any(f"{one}.w" in name for one in wanted)]
+
+
+@of_replicas(ALL)
+def test_an_adapter_gives_all_numbers_of_ranks_the_same_weights(replicas: Replicas) -> None:
+    """One after the other, with a refresh of whole tensors in between, and tensors that come whole with an adapter: the last
+    adapter changes the samples, and without it the base is back."""
+    base, other = replicas.weights(8), replicas.weights(9)
+    names, head = adapted(base), "lm_head.weight"
+    assert len(names) >= 4 and any("o_proj" in name for name in names) and any("k_proj" in name for name in names)
+    whole = {"model.norm.weight": torch.linspace(0.5, 1.5, len(base.get_parameter("model.norm.weight")))}
+    whole |= {head: other.get_parameter(head).detach()}
+    asked, found = group("a", range(3, 40), n=4, max_tokens=12), []
+    for engine in replicas.of.values():
+        engine.refresh(base)
+        plain, digest = bits(run(engine, [asked])), engine.weights.digest
+        merge(engine, factors(base, names), adapter(names, base=digest))
+        merge(engine, factors(base, [*names[1:], head], 1) | whole, adapter([*names[1:], head], base=digest))
+        first = [engine.weights.digest, engine.weights.base.digest, bits(run(engine, [asked]))]
+        engine.refresh(other, kv="recompute")
+        merge(engine, factors(base, names[:2], 2), adapter(names[:2], base=engine.weights.digest))
+        second = [engine.weights.digest, bits(run(engine, [asked]))]
+        assert engine.weights.live_digest() == engine.weights.digest and first[1] == digest != first[0]
+        merge(engine, {name: 0 * each for name, each in factors(base, names[:1]).items()}, adapter(names[:1]))
+        assert engine.weights.digest == engine.weights.base.digest, "back to the base"
+        engine.refresh(base)
+        assert [each[0] for each in bits(run(engine, [asked])).values()] == [each[0] for each in plain.values()]
+        found.append([*first[:2], *second[:1], [[each[:2] for each in part.values()] for part in (first[2], second[1])]])
+    assert found[0] == found[1] == found[2] and found[0][3][0] != [each[:2] for each in plain.values()]
+
+
+@of_replicas(ALL)
+@pytest.mark.parametrize("fault", ["bad", "0", "1"])
+def test_an_adapter_that_one_rank_cannot_take_leaves_the_one_before(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """An infinite factor of the last rank's rows, or a commit that a rank fails."""
+    engine, base = replicas.of[2], replicas.weights(8)
+    engine.refresh(base)
+    names = adapted(base)
+    merge(engine, factors(base, names), adapter(names))
+    asked = group("a", range(3, 40), n=4, max_tokens=12)
+    want, live, kept = bits(run(engine, [asked])), engine.weights.digest, engine.weights.base.digest
+    tensors = factors(base, names, 3)
+    if fault == "bad":
+        tensors[names[-1] + ".B"][-1] = torch.inf
+        with pytest.raises(InvalidWeights, match="infinity"):
+            merge(engine, tensors, adapter(names))
+    else:
+        slices, own, failed = RefreshBuffers.slices, engine.weights._buffers, list[str]()  # noqa: SLF001
+
+        def failing(self: RefreshBuffers, name: str) -> Iterator[Any]:
+            if name == names[-1] and (self is own) == (fault == "0") and not failed:
+                failed.append(name)
+                raise MemoryError("no memory for a slice")
+            yield from slices(self, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RefreshBuffers, "slices", failing)
+            with pytest.raises((MemoryError, RuntimeError), match="no memory"):
+                merge(engine, tensors, adapter(names))
+        assert failed
+    assert engine.weights.live_digest() == engine.weights.digest == live and engine.weights.base.digest == kept
+    assert bits(run(engine, [asked])) == want
+    merge(engine, factors(base, names, 3), adapter(names))
+    assert engine.weights.live_digest() == engine.weights.digest != live
 
 
 @of_replicas(ALL)

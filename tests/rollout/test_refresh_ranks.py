@@ -17,8 +17,8 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config, ServiceConfig, dump
 from rollout.engine.engine import Engine
 from rollout.engine.types import Refreshed, Sampling
-from rollout.transport.errors import RolloutError, WeightsRefused
-from tests.support.adapters import write
+from rollout.transport.errors import RolloutError
+from tests.support.adapters import PREFIX, write
 from tests.support.configs import engine_config
 from tests.support.rank_service import FAILS_AT
 from tests.support.ranks import ranked_engine, saved, tiny_shared
@@ -139,8 +139,22 @@ def test_a_refresh_that_fails_on_one_rank_leaves_the_old_version_on_both(served:
     assert served.samples() == served.wanted(old | some_of(new) if way == "partial" else new) != samples
 
 
-def test_an_adapter_is_refused_and_changes_nothing(served: Served, tmp_path: Path) -> None:
-    state = served.state()
-    with pytest.raises(WeightsRefused, match="send merged tensors"):
-        served.client.refresh_lora(write(tmp_path / "adapter"))
-    assert served.state() == state
+def test_an_adapter_that_fails_on_one_rank_leaves_the_old_version_on_both(served: Served, tmp_path: Path) -> None:
+    old = tensors_of(served.name, 10)
+    served.push("inline", old)
+    state, samples = served.state(), served.samples()
+    name = next(name for name in old if f"{FAILS_AT}." in name and "down_proj" in name and old[name].ndim == 2)
+    a, b = torch.randn(4, old[name].shape[1]), torch.randn(len(old[name]), 4)
+    path = PREFIX + name.removesuffix(".weight")
+    good = write(tmp_path / "good", {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b})
+    bad = write(tmp_path / "bad", {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b.clone().fill_(torch.nan)})
+    for fault, reason in FAULTS.items():
+        if fault != "bad":
+            served.fault.write_text(fault)
+        with pytest.raises(RolloutError, match=reason):
+            served.client.refresh_lora(bad if fault == "bad" else good)
+        served.fault.unlink(missing_ok=True)
+        assert served.state() == state and served.samples() == samples
+    served.client.refresh_lora(good)
+    merged = old | {name: old[name] + b @ a * 2.0}
+    assert served.samples() == served.wanted(merged) != samples

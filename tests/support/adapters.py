@@ -1,4 +1,4 @@
-"""LoRA adapters of tiny Llamas, as PEFT saves them."""
+"""LoRA adapters of tiny models: as PEFT saves them, and as an engine takes them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from rollout.engine.engine import Engine
+from rollout.engine.types import Adapter, LoraTarget, WeightUpdate
+from rollout.engine.weights.staging import Staging, source_of
+from rollout.engine.weights.tensors import describe, with_digest
 
 Q = "model.layers.0.self_attn.q_proj"
 PREFIX = "base_model.model."
+Named = dict[str, torch.Tensor]
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, width: int = 64, **config: Any) -> Path:
@@ -27,3 +34,36 @@ def write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, width: i
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def factors(model: PreTrainedModel, names: list[str], seed: int = 0, dtype: torch.dtype = torch.float32) -> Named:
+    """A and B of rank 4 for each weight."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name in names:
+        out, into = dict(model.named_parameters())[name].shape
+        tensors[name + ".A"] = torch.randn(4, into, generator=generator).to(dtype)
+        tensors[name + ".B"] = torch.randn(out, 4, generator=generator).mul(0.05).to(dtype)
+    return tensors
+
+
+def adapter(names: list[str], scale: float = 0.5, base: str | None = None) -> Adapter:
+    """What `factors` are for."""
+    return Adapter(base, [LoraTarget(name, name + ".A", name + ".B", scale) for name in names])
+
+
+def staged(engine: Engine, tensors: Named, what: Adapter) -> tuple[Staging, Any]:
+    """Open the staging of an adapter. Returns it and its source."""
+    described = [describe(name, tensor) for name, tensor in tensors.items()]
+    update = WeightUpdate([with_digest(*each) for each in described], adapter=what)
+    return engine.stage(update), source_of(data for _, data in described)
+
+
+def refresh(engine: Engine, tensors: Named, what: Adapter) -> Any:
+    """Merge an adapter into the live weights."""
+    staging, source = staged(engine, tensors, what)
+    try:
+        staging.feed_all(source)
+        return engine.commit(staging)
+    finally:
+        staging.close()
