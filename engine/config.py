@@ -11,6 +11,7 @@ import msgspec
 IsaName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "torch"]
 KVName = Literal["auto", "fp8_e4m3"]
 WeightName = Literal["auto", "int8"]
+TpLauncher = Literal["rollout", "torchrun"]
 
 
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
@@ -183,6 +184,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tree_sums: bool | None = None
     """sum the products that tensor parallelism cuts in a tree over eight slices of their inputs, so that samples are the same,
     to the bit, for each tp. Set it with tp = 1 to get the samples of an engine with tp > 1. Default: on if tp > 1"""
+    tp_launcher: TpLauncher = "rollout"
+    """what starts the ranks: "rollout" = rank 0 does, on its host; "torchrun" = something that sets RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on one host or several (docs/devices.md)"""
     tp_timeout_s: float = 60.0
     """end the replica if a rank waits so long for another one"""
     exact: bool = False
@@ -245,6 +249,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "so that all running sequences fit into one step",
         )
         need(self.tp in (1, 2, 4, 8), f"tp={self.tp}: must be 1, 2, 4 or 8, so that each rank has as many of the eight slices")
+        launchers = get_args(TpLauncher)
+        need(self.tp_launcher in launchers, f"tp_launcher={self.tp_launcher!r}: must be one of {', '.join(launchers)}")
+        need(
+            self.tp > 1 or self.tp_launcher == "rollout",
+            f"tp_launcher={self.tp_launcher!r} with tp=1: there is one rank; set tp, or leave tp_launcher out",
+        )
         need(
             self.tp == 1 or self.sums_in_tree,
             f"tree_sums=False with tp={self.tp}: the sums of ranks are a tree; leave tree_sums out",

@@ -109,6 +109,9 @@ class Exchange:
         """Set how long this rank waits for another one."""
         self.patience_s, self.struct.patience_ms = seconds, round(1000 * seconds)
 
+    def close(self) -> None:
+        """End what this exchange has started: nothing."""
+
     def check(self) -> None:
         """Raise RankLost if an exchange has failed."""
         failed = self.struct.failed

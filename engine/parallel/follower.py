@@ -1,5 +1,5 @@
 """A rank other than 0, as a process: `python -m rollout.engine.parallel.follower FD` follows what rank 0 sends over that
-socket.
+socket. One that torchrun has started meets rank 0 first (`follow_placed`).
 
 It ends when rank 0 does: the socket closes, or on Linux the kernel kills it. What it raises ends the replica."""
 
@@ -16,25 +16,33 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
-from rollout.engine.cpu.sums import shared_bytes
+from rollout.engine.cpu.sums import Exchange, SumKernels
 from rollout.engine.forward.shards import LoadedPart
+from rollout.engine.parallel.carried import CarriedExchange
+from rollout.engine.parallel.followers import resident_bytes
 from rollout.engine.parallel.messages import (
     ExchangeWeights,
     Failed,
     Follow,
+    OpenStaged,
     Order,
     RankAnswer,
     RankChannel,
     ReadElements,
+    ReadMemory,
     SleepRank,
+    StageElements,
     Start,
     WakeRank,
 )
-from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks
-from rollout.engine.parallel.weights import elements
+from rollout.engine.parallel.placement import RankPosition, connect, process_group
+from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks, shared_exchange
+from rollout.engine.parallel.weights import elements, put_in_part
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost
 from rollout.engine.weights.cuts import Part, parts_of
@@ -47,10 +55,17 @@ ENDED, FAILED = 0, 3
 
 
 class Follower:
-    """Follows the orders of rank 0. parts: of this rank, by names of tensors."""
+    """Follows the orders of rank 0.
 
-    def __init__(self, channel: RankChannel, worker: RankWorker, parts: dict[str, Part], staged_fd: int) -> None:
+    Args:
+        parts: of this rank, by names of tensors.
+        staged_fd: memory in which rank 0 stages this rank's weights; None: it sends them.
+    """
+
+    def __init__(self, channel: RankChannel, worker: RankWorker, parts: dict[str, Part], staged_fd: int | None) -> None:
         self._channel, self._worker, self._parts, self._staged_fd = channel, worker, parts, staged_fd
+        self._place: Callable[[str], torch.Tensor] | None = None
+        """returns where a tensor is staged that rank 0 sends"""
 
     def run(self) -> None:
         """Follow until rank 0 closes the channel. Raises what a plan raises."""
@@ -61,6 +76,9 @@ class Follower:
                 return
             if isinstance(order, Follow):
                 self._follow(Plan.decode(order.plan))
+            elif isinstance(order, StageElements):
+                assert self._place is not None
+                put_in_part(order.data, self._parts[order.name], self._place(order.name), order.start, order.count)
             else:
                 self._channel.send(self._answer(order))
 
@@ -81,37 +99,74 @@ class Follower:
             case ReadElements():
                 tensor = worker.weights.inventory.tensors[order.name]
                 return RankAnswer(elements(self._parts[order.name], tensor, order.start, order.count))
+            case OpenStaged():
+                return self._open()
             case ExchangeWeights():
                 return self._exchange(order)
+            case ReadMemory():
+                return RankAnswer(resident=resident_bytes(os.getpid()))
+        return RankAnswer()
+
+    def _open(self) -> RankAnswer:
+        try:
+            self._place = self._worker.weights.open_staged()
+        except (MemoryError, RuntimeError) as error:
+            return RankAnswer(error=f"{type(error).__name__}: {error}")
         return RankAnswer()
 
     def _exchange(self, order: ExchangeWeights) -> RankAnswer:
         if not order.names:
             return RankAnswer()
         try:
-            staged = torch.frombuffer(mmap.mmap(self._staged_fd, order.size), dtype=torch.uint8)
-            self._worker.weights.exchange_with(staged, order.names)
+            if self._staged_fd is None:
+                self._worker.weights.exchange(order.names)
+            else:
+                staged = torch.frombuffer(mmap.mmap(self._staged_fd, order.size), dtype=torch.uint8)
+                self._worker.weights.exchange_with(staged, order.names)
         except Exception as error:
             return RankAnswer(error=f"{type(error).__name__}: {error}")
         return RankAnswer()
 
 
-def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None) -> None:
-    """Load, and follow rank 0 until it ends. ready: is called in between."""
+class Placed(NamedTuple):
+    """What a rank knows that rank 0 has not started."""
+
+    position: RankPosition
+    store: Any
+    """torch's, by which ranks meet"""
+    model: str
+    """folder of the model on this host"""
+
+
+def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None, placed: Placed | None = None) -> None:
+    """Load, and follow rank 0 until it ends. ready: is called in between. placed: None: rank 0 has started this rank."""
     start = channel.recv()
     assert isinstance(start, Start)
-    config = start.config
-    shared = mmap.mmap(start.shared_fd, shared_bytes(config.tp, start.width))
-    ranks = open_ranks(config, start.rank, start.width, shared)
+    config, fds = start.config, channel.recv_memory(2) if start.shares_memory else []
+    if placed is not None:
+        config = msgspec.structs.replace(config, model=placed.model)
     parts: dict[str, Part] = {}
+
+    def opened(kernels: SumKernels) -> Exchange:
+        if start.shares_memory:
+            return shared_exchange(fds[0], config, start.rank, start.width)
+        assert placed is not None
+        group = process_group(placed.store, placed.position)
+        return CarriedExchange(start.width, start.rank, config.tp, group, kernels.library)
 
     def weigh(loaded: LoadedPart) -> Weights:
         parts.update(parts_of(loaded.cuts, loaded.shapes, start.rank, config.tp))
         return Weights(loaded.module)
 
-    worker = open_rank(config, ranks, no_report, weigh, RankWorker)
-    ready()
-    Follower(channel, worker, parts, start.staged_fd).run()
+    ranks = open_ranks(config, opened)
+    try:
+        worker = open_rank(config, ranks, no_report, weigh, RankWorker)
+        ready()
+        Follower(channel, worker, parts, fds[1] if fds else None).run()
+    finally:
+        ranks.exchange.close()
+        for fd in fds:
+            os.close(fd)
 
 
 def end_with(end: socket.socket) -> None:
@@ -123,16 +178,23 @@ def end_with(end: socket.socket) -> None:
     os._exit(ENDED)
 
 
-def main() -> int:
-    """Run a rank. Returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
+def follow_placed(position: RankPosition, model: str) -> int:
+    """Meet rank 0 and follow it until it ends. model: folder on this host. Returns the exit status. Raises RankLost where rank
+    0 cannot be reached."""
+    store = position.open_store()
+    return run(connect(position, store), Placed(position, store, model))
+
+
+def run(end: socket.socket, placed: Placed | None = None) -> int:
+    """Run a rank at the other end of a socket of rank 0. Returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM) if placed else (signal.SIGINT,):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides, which gets it as well
     if sys.platform == "linux":  # also if this process is stopped then
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    end = socket.socket(fileno=int(sys.argv[1]))
     channel = RankChannel(end, Order)
     threading.Thread(target=end_with, args=(end,), daemon=True).start()
     try:
-        follow(channel, gc.freeze)  # no garbage is looked for among all of torch, in the middle of a step
+        follow(channel, gc.freeze, placed)  # no garbage is looked for among all of torch, in the middle of a step
     except (EOFError, OSError):
         return ENDED
     except Exception as error:
@@ -148,4 +210,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(socket.socket(fileno=int(sys.argv[1]))))

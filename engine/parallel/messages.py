@@ -1,11 +1,13 @@
 """What rank 0 tells the other ranks of its replica, over a socket of each: a message is its length and msgpack.
 
-A plan, and what changes memory, is followed in order. Only requests are answered, with one `RankAnswer` each."""
+A plan, and what changes memory, is followed in order. Only requests are answered, with one `RankAnswer` each. Ranks that rank 0
+has not started itself are at the other end of a socket by their own choice, and say who they are first (`Joining`)."""
 
 from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,17 +19,26 @@ LENGTH = struct.Struct("<Q")
 MOST_BYTES = 1 << 32
 
 
+class Joining(msgspec.Struct, frozen=True):
+    """What a rank that rank 0 did not start says first."""
+
+    rank: int
+    pid: int
+    host: str
+    secret: str
+    """as rank 0 has written it into the store"""
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what the rank is, and the descriptors of memory that it inherited."""
+    """The first message: what the rank is."""
 
     config: EngineConfig
     rank: int
     width: int
     """numbers of the widest row that is summed"""
-    shared_fd: int
-    """of the `Exchange` of all ranks"""
-    staged_fd: int
-    """of what rank 0 stages for this rank"""
+    shares_memory: bool
+    """two descriptors of memory follow: of the `Exchange` of all ranks, and of what rank 0 stages for this one. Otherwise ranks
+    exchange over a process group, and rank 0 sends what it stages"""
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
@@ -48,12 +59,25 @@ class WakeRank(msgspec.Struct, frozen=True, tag=True):
     tags: list[Tag] | None
 
 
+class OpenStaged(msgspec.Struct, frozen=True, tag=True):
+    """Request: make room for staged weights, for ranks that share no memory with rank 0."""
+
+
+class StageElements(msgspec.Struct, frozen=True, tag=True):
+    """Stage the rank's elements among `count` elements of a whole tensor from number `start` on. Not answered."""
+
+    name: str
+    start: int
+    count: int
+    data: bytes
+
+
 class ExchangeWeights(msgspec.Struct, frozen=True, tag=True):
     """Request: swap live tensors with the staged ones; again: undo it."""
 
     names: list[str]
     size: int
-    """bytes of the staged weights of this rank"""
+    """bytes of the staged weights of this rank in memory that it shares with rank 0"""
 
 
 class ReadElements(msgspec.Struct, frozen=True, tag=True):
@@ -64,10 +88,16 @@ class ReadElements(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class ReadMemory(msgspec.Struct, frozen=True, tag=True):
+    """Request: the resident memory of the rank's process."""
+
+
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
     """Ends a request."""
 
     data: bytes = b""
+    resident: int = 0
+    """bytes"""
     error: str = ""
     """why nothing has changed; "" if it was done"""
 
@@ -78,7 +108,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Start | Follow | SleepRank | WakeRank | ExchangeWeights | ReadElements
+Order = Start | Follow | SleepRank | WakeRank | OpenStaged | StageElements | ExchangeWeights | ReadElements | ReadMemory
 Reply = RankAnswer | Failed
 
 
@@ -99,6 +129,17 @@ class RankChannel:
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
         assert length <= MOST_BYTES
         return self._decoder.decode(self._read(length))
+
+    def send_memory(self, fds: Sequence[int]) -> None:
+        """Pass descriptors to a process of this host, after a message that says so. Raises OSError."""
+        socket.send_fds(self.socket, [b"+"], list(fds))
+
+    def recv_memory(self, count: int) -> list[int]:
+        """Raises EOFError."""
+        _, fds, _, _ = socket.recv_fds(self.socket, 1, count)
+        if len(fds) < count:
+            raise EOFError("the other rank has closed its end")
+        return fds
 
     def _read(self, count: int) -> bytearray:
         data = bytearray(count)

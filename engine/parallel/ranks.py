@@ -17,11 +17,12 @@ import xxhash
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.exact_modules import sum_slices
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed
+from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed, shared_bytes
 from rollout.engine.forward.model import BrokenModel, Model, in_one_line
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.sizing import PoolSizes
+from rollout.engine.parallel.placement import START_S
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost
 from rollout.engine.weights.cuts import NotCut
@@ -30,8 +31,6 @@ from rollout.engine.worker import InFlight, Report, Worker, WorkerParts, open_wo
 
 CHECK_STEPS = 256
 """steps between two comparisons of what the ranks have drawn"""
-START_S = 600.0
-"""how long a rank waits for another one until all have loaded"""
 
 
 class Ranks(NamedTuple):
@@ -48,12 +47,20 @@ class Ranks(NamedTuple):
         return RankPlace(self.exchange.rank, self.exchange.ranks, self.gather)
 
 
-def open_ranks(config: EngineConfig, rank: int, width: int, shared: mmap.mmap) -> Ranks:
-    """Join the exchange of a replica. Raises ValueError where there are no kernels for it."""
+def open_ranks(config: EngineConfig, exchange: Callable[[SumKernels], Exchange]) -> Ranks:
+    """Join the exchange of a replica, which `exchange` opens. Raises ValueError where there are no kernels for it."""
     chosen = choose(config.isa)
     if chosen.kernels is None:
         raise ValueError(f"tp={config.tp}: several ranks need the kernels of the CPU: {chosen.why}")
-    return Ranks(Exchange(width, rank, config.tp, shared, START_S), SumKernels(chosen.kernels))
+    kernels = SumKernels(chosen.kernels)
+    opened = exchange(kernels)
+    opened.patience(START_S)
+    return Ranks(opened, kernels)
+
+
+def shared_exchange(fd: int, config: EngineConfig, rank: int, width: int) -> Exchange:
+    """Map the exchange of the ranks of a host."""
+    return Exchange(width, rank, config.tp, mmap.mmap(fd, shared_bytes(config.tp, width)))
 
 
 class RankWorker(Worker):

@@ -1,7 +1,7 @@
 """The weights of a replica of several ranks, as rank 0 has them: whole names, shapes and digests, and a part of each tensor.
 
     payload ──► rank 0: hash, cast, check ──► the parts of each rank, staged: rank 0's own in its memory, the others' in memory
-                                              that rank 0 and that rank map
+                                              that rank 0 and that rank map; on another host, sent to it
     commit      all ranks swap live and staged parts, each by itself; if one cannot, those that could swap back
 
 So every transport works as with one device, and nothing but a rank itself writes its live weights."""
@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ import torch
 import xxhash
 
 from rollout.engine.memory import placed, side_by_side
-from rollout.engine.parallel.messages import ExchangeWeights, RankAnswer, ReadElements
+from rollout.engine.parallel.messages import ExchangeWeights, OpenStaged, RankAnswer, ReadElements, StageElements
 from rollout.engine.types import TensorInfo
 from rollout.engine.weights.cuts import Cut, Part, parts_of
 from rollout.engine.weights.inventory import READ_BYTES, Inventory
@@ -31,7 +32,10 @@ from rollout.engine.weights.tensors import tensor_bytes
 
 
 class OtherRanks(Protocol):
-    """What these weights need of the other ranks: `rollout.engine.parallel.leader.Followers`."""
+    """What these weights need of the other ranks: `rollout.engine.parallel.followers.Followers`."""
+
+    def send(self, rank: int, message: msgspec.Struct) -> None:
+        """Send a message to one. Raises RankLost."""
 
     def tell(self, requests: Sequence[msgspec.Struct]) -> None:
         """Send a request to each. Raises RankLost."""
@@ -39,8 +43,10 @@ class OtherRanks(Protocol):
     def answers(self) -> list[RankAnswer]:
         """Wait for the answers to the newest requests. Raises RankLost."""
 
-    @property
-    def staged_fds(self) -> Sequence[int]: ...
+    shares_memory: bool
+    """whether rank 0 and each of them map memory in which it stages"""
+    staged_fds: list[int]
+    """of this memory"""
 
 
 class PartInventory(Inventory):
@@ -89,6 +95,22 @@ class PartInventory(Inventory):
         return state.hexdigest()
 
 
+def elements_of(part: Part, piece: torch.Tensor, start: int) -> bytes:
+    """Return the elements that belong to a rank's part of `piece`, the elements of the whole tensor from number `start` on."""
+    shape_only = torch.empty(part.here, dtype=piece.dtype, device="meta")
+    return b"".join(tensor_bytes(here).tobytes() for here, _ in part.overlap(piece, start, shape_only))
+
+
+def put_in_part(data: bytes, part: Part, place: torch.Tensor, start: int, count: int) -> None:
+    """Undo `elements_of` on that rank: write them to `place`, its part."""
+    flat = torch.frombuffer(bytearray(data), dtype=place.dtype) if data else place.new_empty(0)
+    shape_only, at = torch.empty(count, dtype=place.dtype, device="meta"), 0
+    for _, here in part.overlap(shape_only, start, place):
+        here.copy_(flat[at : at + here.numel()].view(here.shape))
+        at += here.numel()
+    assert at == len(flat)
+
+
 def elements(part: Part, live: torch.Tensor, start: int, count: int) -> bytes:
     """Return the elements that a rank's part has among `count` of the whole tensor from number `start` on."""
     shape_only = torch.empty(count, dtype=live.dtype, device="meta")
@@ -105,28 +127,32 @@ def put_elements(data: bytes, part: Part, whole: torch.Tensor, start: int) -> No
     assert at == len(flat)
 
 
+def put_part(part: Part, piece: torch.Tensor, start: int, place: torch.Tensor) -> None:
+    """Copy to `place` what a rank has of elements of a whole tensor from number `start` on."""
+    for its, here in part.overlap(piece, start, place):
+        here.copy_(its)
+
+
 class DividedTensor(StagedTensor):
     """A tensor of the payload whose checked elements go to the parts of all ranks.
 
     Args:
         room: for the elements of a slice, in the model's dtype.
-        places: the staged part of each rank.
+        put: stages elements of the whole tensor on all ranks, given the number of the first one.
     """
 
-    __slots__ = ("places",)
+    __slots__ = ("put",)
 
-    def __init__(self, info: TensorInfo, target: str, room: torch.Tensor, places: list[tuple[Part, torch.Tensor]]) -> None:
+    def __init__(self, info: TensorInfo, target: str, room: torch.Tensor, put: Callable[[torch.Tensor, int], None]) -> None:
         super().__init__(info, getattr(torch, info.dtype), target, room)
-        self.places = places
+        self.put = put
 
     def elements(self, start: int, count: int) -> torch.Tensor:
         assert self.place is not None
         return self.place[: count // self.dtype.itemsize]
 
     def land(self, staged: torch.Tensor, start: int) -> None:
-        for part, place in self.places:
-            for piece, here in part.overlap(staged, start // self.dtype.itemsize, place):
-                here.copy_(piece)
+        self.put(staged, start // self.dtype.itemsize)
 
 
 class DividedMerge:
@@ -134,53 +160,86 @@ class DividedMerge:
     product B A of a part may have other ones.
 
     Args:
-        divided: returns the part of a payload that is sent whole, of a name.
-        places: returns each rank's part of a tensor, and where it is staged.
-        tensors: rank 0's parts. shapes: of whole tensors.
+        part: returns the part of a payload that is sent whole, of a name.
+        put: stages elements of a tensor on all ranks, given its name and the number of the first one.
+        inventory: of rank 0's parts.
     """
 
     def __init__(
         self,
-        divided: Callable[[TensorInfo, str], StagedTensor],
-        places: Callable[[str], list[tuple[Part, torch.Tensor]]],
-        tensors: Mapping[str, torch.Tensor],
-        shapes: Mapping[str, torch.Size],
+        part: Callable[[TensorInfo, str], StagedTensor],
+        put: Callable[[str, torch.Tensor, int], None],
+        inventory: Inventory,
     ) -> None:
-        self.part, self._places, self._tensors, self._shapes = divided, places, tensors, shapes
+        self.part, self._put, self._inventory = part, put, inventory
 
     def room(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=self._tensors[name].dtype)
+        return torch.empty(self._inventory.shapes[name], dtype=self._inventory.tensors[name].dtype)
 
     def wrote(self, name: str, whole: torch.Tensor) -> None:
-        for part, place in self._places(name):
-            for piece, here in part.overlap(whole.view(-1), 0, place):
-                here.copy_(piece)
+        for start in range(0, whole.numel(), SLICE_BYTES):
+            self._put(name, whole.view(-1)[start : start + SLICE_BYTES], start)
+
+
+class StagedPart(Protocol):
+    """Where rank 0 stages the parts of another rank."""
+
+    size: int
+    """bytes of memory that both map"""
+
+    def open(self) -> None:
+        """Allocate it, unless it is."""
+
+    def put(self, name: str, piece: torch.Tensor, start: int) -> None:
+        """Stage what the rank has of elements of a whole tensor from number `start` on."""
+
+    def close(self) -> None:
+        """Free it, when nothing is staged."""
+
+
+class SentParts:
+    """Memory of another rank, which rank 0 cannot map: it sends what it stages. parts: by names."""
+
+    size = 0
+
+    def __init__(self, rank: int, parts: Mapping[str, Part], ranks: OtherRanks) -> None:
+        self._rank, self._parts, self._ranks = rank, parts, ranks
+
+    def open(self) -> None:
+        """Do nothing: all ranks are asked at once."""
+
+    def put(self, name: str, piece: torch.Tensor, start: int) -> None:
+        if self._parts[name].touches(start, len(piece)):
+            data = elements_of(self._parts[name], piece, start)
+            self._ranks.send(self._rank, StageElements(name, start, len(piece), data))
+
+    def close(self) -> None:
+        """Do nothing: the rank frees it when it sleeps."""
 
 
 class StagedMemory:
-    """Memory in which rank 0 stages the parts of another rank. parts: by names, in order; dtypes: of the same."""
+    """Memory in which rank 0 stages the parts of another rank, and which that rank maps. parts: by names, in order; dtypes: of
+    the same."""
 
     def __init__(self, fd: int, parts: Mapping[str, Part], dtypes: Mapping[str, torch.dtype]) -> None:
-        self._fd = fd
+        self._fd, self._parts = fd, parts
         self._likes = {name: torch.empty(part.here, dtype=dtypes[name], device="meta") for name, part in parts.items()}
         starts, self.size = side_by_side(self._likes.values())
         self._starts = dict(zip(parts, starts, strict=True))
         self._memory: torch.Tensor | None = None
 
     def open(self) -> None:
-        """Allocate it, unless it is."""
         if self._memory is None:
             os.ftruncate(self._fd, self.size)
             self._memory = torch.frombuffer(mmap.mmap(self._fd, self.size), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Free it, when nothing is staged."""
         self._memory = None
         os.ftruncate(self._fd, 0)
 
-    def place(self, name: str) -> torch.Tensor:
+    def put(self, name: str, piece: torch.Tensor, start: int) -> None:
         assert self._memory is not None
-        return placed(self._memory, self._starts[name], self._likes[name])
+        put_part(self._parts[name], piece, start, placed(self._memory, self._starts[name], self._likes[name]))
 
 
 class DividedWeights(Weights):
@@ -191,10 +250,12 @@ class DividedWeights(Weights):
         self._ranks = ranks
         self._parts_of = inventory.parts
         dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        self._staged = [
-            StagedMemory(fd, {name: parts[name] for name in self._tensors}, dtypes)
-            for fd, parts in zip(ranks.staged_fds, inventory.parts[1:], strict=True)
-        ]
+        others = [{name: parts[name] for name in self._tensors} for parts in inventory.parts[1:]]
+        self._staged: list[StagedPart] = (
+            [StagedMemory(fd, parts, dtypes) for fd, parts in zip(ranks.staged_fds, others, strict=True)]
+            if ranks.shares_memory
+            else [SentParts(rank, parts, ranks) for rank, parts in enumerate(others, 1)]
+        )
         self._rooms = {dtype: torch.empty(SLICE_BYTES, dtype=dtype) for dtype in {*dtypes.values()}}
 
     @property
@@ -206,6 +267,11 @@ class DividedWeights(Weights):
     def _open_in_host_memory(self) -> None:
         for staged in self._staged:
             staged.open()
+        if not self._ranks.shares_memory:
+            self._ranks.tell([OpenStaged()] * len(self._staged))
+            for rank, answer in enumerate(self._ranks.answers(), 1):
+                if answer.error:
+                    raise MemoryError(f"rank {rank} cannot stage a refresh: {answer.error}")
         self._buffers.open_in_host_memory()
 
     def _parts(
@@ -214,18 +280,19 @@ class DividedWeights(Weights):
         return [self._divided(info, target) for info, target in zip(manifest, targets, strict=True)]
 
     def _staged_tensors(self) -> StagedTensors:
-        return DividedMerge(self._divided, self._places, self._tensors, self.inventory.shapes)
+        return DividedMerge(self._divided, self._put, self.inventory)
 
     def _divided(self, info: TensorInfo, target: str | None) -> StagedTensor:
         dtype = getattr(torch, info.dtype)
         if target is None:  # it repeats a tied tensor
             return StagedTensor(info, dtype, None, None)
-        return DividedTensor(info, target, self._rooms[self._tensors[target].dtype], self._places(target))
+        return DividedTensor(info, target, self._rooms[self._tensors[target].dtype], partial(self._put, target))
 
-    def _places(self, name: str) -> list[tuple[Part, torch.Tensor]]:
-        """Return each rank's part of a tensor, and where it is staged."""
-        places = [self._buffers.place(name), *(staged.place(name) for staged in self._staged)]
-        return list(zip((parts[name] for parts in self._parts_of), places, strict=True))
+    def _put(self, name: str, piece: torch.Tensor, start: int) -> None:
+        """Stage elements of a whole tensor from number `start` on, on all ranks."""
+        put_part(self._parts_of[0][name], piece, start, self._buffers.place(name))
+        for staged in self._staged:
+            staged.put(name, piece, start)
 
     def _land(self, names: Sequence[str]) -> None:
         """Swap on all ranks, or on none."""

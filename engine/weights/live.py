@@ -254,6 +254,11 @@ class Weights:
             self._undo([*done, saved] if saved else done, error)
             raise
 
+    def open_staged(self) -> Callable[[str], torch.Tensor]:
+        """Allocate host memory for what another process sends, until `exchange`. Returns the staged tensor of a name."""
+        self._buffers.open_in_host_memory()
+        return self._buffers.place
+
     def exchange_with(self, staged: torch.Tensor, names: Sequence[str]) -> None:
         """`exchange` with what another process has staged in [bytes] uint8."""
         self._buffers.use(staged)

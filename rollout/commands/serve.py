@@ -33,6 +33,12 @@ def run(args: ServeArgs) -> int:
     write = nothing if args.quiet else write_line
     config = configured(args)
     check_writable("--ready-file", args.ready_file)
+    if config.engine.tp_launcher == "torchrun":
+        from rollout.commands import serve_rank
+
+        place = serve_rank.position(config, args)
+        if place.rank:
+            return serve_rank.follow(config, place)
     stop = Stopper(write)
     if args.exit_on_stdin_close:
         threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

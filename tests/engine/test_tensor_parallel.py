@@ -57,12 +57,14 @@ class Replicas(NamedTuple):
         return tiny_shared(self.name, seed=seed)
 
 
-DENSE = [("llama", "float32"), ("llama", "bfloat16")]
-ALL = [*DENSE, ("qwen3_5_moe_text", "bfloat16")]
-"""and one that has experts, delta nets and attention with gates"""
+HOSTS = ("llama", "float32", "hosts")
+"""ranks that share no memory"""
+ALL: list[tuple[str, ...]] = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3_5_moe_text", "bfloat16"), HOSTS]
+"""a dense model, and one that has experts, delta nets and attention with gates"""
 NAMES = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "lfm2")
 """a dense model, a mixture, and hybrids with delta nets, with both, and with convolutions"""
-MORE = [(name, dtype) for name in NAMES for dtype in ("float32", "bfloat16") if (name, dtype) not in ALL]
+MORE: list[tuple[str, ...]] = [(name, dtype) for name in NAMES for dtype in ("float32", "bfloat16") if (name, dtype) not in ALL]
+MORE += [("qwen3_5_moe_text", "bfloat16", "hosts")]
 CASES = 30
 """of each of them: 300 in all"""
 
@@ -70,9 +72,9 @@ CASES = 30
 @pytest.fixture(scope="module")
 def replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     """Engines of the model and the dtype that a test asks for."""
-    name, dtype = request.param
+    name, dtype, *hosts = request.param
     folder = saved(tmp_path_factory.mktemp("tiny"), dtype, name)
-    with ranks_in_threads():
+    with ranks_in_threads(hosts=bool(hosts)):
         made = {
             tp: ranked_engine(
                 folder,
@@ -86,7 +88,7 @@ def replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         engine.close()
 
 
-def of_replicas(pairs: list[tuple[str, str]], long: Sequence[tuple[str, str]] = ()) -> pytest.MarkDecorator:
+def of_replicas(pairs: list[tuple[str, ...]], long: Sequence[tuple[str, ...]] = ()) -> pytest.MarkDecorator:
     """Run a test with `pairs`, and with `long` in the nightly tier."""
     params = [pytest.param(each, id="-".join(each)) for each in pairs]
     params += [pytest.param(each, id="-".join(each), marks=pytest.mark.long) for each in long]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.__main__ import main
-from rollout.engine.parallel import leader
+from rollout.engine.parallel import followers
 from rollout.engine.weights.buffers import RefreshBuffers
 from tests.support.broken_commit import Failing
 
@@ -40,6 +40,6 @@ if __name__ == "__main__":
     config, ready, fault_file = sys.argv[1:]
     os.environ[FAULT_FILE] = fault_file
     fail_commits("0")
-    leader.FOLLOWER = "tests.support.faulty_rank"
+    followers.FOLLOWER = "tests.support.faulty_rank"
     sys.argv = ["rollout", "serve", "--config", config, "--ready-file", ready, "--quiet"]
     sys.exit(main())

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.random_weights import blank
-from rollout.engine.parallel.follower import follow
-from rollout.engine.parallel.leader import Followers
-from rollout.engine.parallel.messages import Failed, Order, RankChannel, Reply, Start
+from rollout.engine.parallel.follower import Placed, follow
+from rollout.engine.parallel.followers import Followers, PlacedFollowers, RankProcess
+from rollout.engine.parallel.messages import Failed, Order, RankChannel, Reply
+from rollout.engine.parallel.placement import RankPosition, connect
 from rollout.engine.types import Sample
 from tests.support.configs import engine_config
 from tests.support.tiny import tiny
@@ -28,17 +30,14 @@ from tests.support.tiny import tiny
 class ThreadFollowers(Followers):
     """The other ranks, each a thread."""
 
-    def start(self, order: Start) -> RankChannel:
+    def start(self, rank: int) -> RankChannel:
         ours, theirs = socket.socketpair()
-        of_its_own = Start(order.config, order.rank, order.width, os.dup(order.shared_fd), os.dup(order.staged_fd))
-        channel = RankChannel(ours, Reply)
         threading.Thread(target=self._follow, args=(RankChannel(theirs, Order),), daemon=True).start()
-        channel.send(of_its_own)
-        return channel
+        return RankChannel(ours, Reply)
 
     @property
-    def pids(self) -> list[int]:
-        return [os.getpid()] * len(self.channels)
+    def processes_of_ranks(self) -> list[RankProcess]:
+        return [RankProcess("here", os.getpid())] * len(self.channels)
 
     def status_of(self, rank: int) -> str:
         return "a thread"
@@ -46,6 +45,35 @@ class ThreadFollowers(Followers):
     def _follow(self, channel: RankChannel) -> None:
         try:
             follow(channel)
+        except Exception as error:
+            with suppress(OSError):
+                channel.send(Failed(f"{type(error).__name__}: {error}"))
+        finally:
+            channel.close()
+
+
+class FollowersOnHosts(PlacedFollowers):
+    """The other ranks, each a thread, as if it were on a host of its own: nothing is in memory that they share."""
+
+    def __init__(self, config: EngineConfig, width: int) -> None:
+        self.store = HashStore()
+        for rank in range(1, config.tp):
+            placed = Placed(self.position(rank, config.tp), self.store, config.model)
+            threading.Thread(target=self._follow, args=(placed,), daemon=True).start()
+        super().__init__(config, width, self.position(0, config.tp))
+
+    def position(self, rank: int, ranks: int) -> RankPosition:
+        """Make the position of a rank, which has the store of all."""
+
+        class Position(RankPosition):
+            open_store = lambda _: self.store  # noqa: E731
+
+        return Position(rank, ranks, 1, ("127.0.0.1", 9))
+
+    def _follow(self, placed: Placed) -> None:
+        channel = RankChannel(connect(placed.position, self.store), Order)
+        try:
+            follow(channel, placed=placed)
         except Exception as error:
             with suppress(OSError):
                 channel.send(Failed(f"{type(error).__name__}: {error}"))
@@ -69,13 +97,13 @@ class Turns:
 
 
 @contextmanager
-def ranks_in_threads() -> Iterator[None]:
-    """Let engines that are made in the block run their ranks in threads."""
+def ranks_in_threads(hosts: bool = False) -> Iterator[None]:
+    """Let engines that are made in the block run their ranks in threads. hosts: as if each were on a host of its own."""
 
-    def made(config: EngineConfig, width: int) -> ThreadFollowers:
+    def made(config: EngineConfig, width: int) -> Followers:
         turns = Turns(config.tp)
         patch.setattr("rollout.engine.forward.shards.blank", turns)
-        return ThreadFollowers(config, width)
+        return FollowersOnHosts(config, width) if hosts else ThreadFollowers(config, width)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollout.engine.parallel.leader.Followers", made)
