@@ -178,9 +178,16 @@ def end_with(end: socket.socket) -> None:
     os._exit(ENDED)
 
 
+def end_with_parent() -> None:
+    """Let Linux kill this process when the thread that has started it ends, also while it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def follow_placed(position: RankPosition, model: str) -> int:
     """Meet rank 0 and follow it until it ends. model: folder on this host. Returns the exit status. Raises RankLost where rank
     0 cannot be reached."""
+    end_with_parent()
     store = position.open_store()
     return run(connect(position, store), Placed(position, store, model))
 
@@ -189,8 +196,8 @@ def run(end: socket.socket, placed: Placed | None = None) -> int:
     """Run a rank at the other end of a socket of rank 0. Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM) if placed else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides, which gets it as well
-    if sys.platform == "linux":  # also if this process is stopped then
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if placed is None:
+        end_with_parent()
     channel = RankChannel(end, Order)
     threading.Thread(target=end_with, args=(end,), daemon=True).start()
     try:

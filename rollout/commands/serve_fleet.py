@@ -157,6 +157,8 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
 
     def toml(name: str, cpus: int) -> str:
         own = engine if engine.threads is not None else msgspec.structs.replace(engine, threads=max(1, cpus // engine.tp))
+        if own.tp > 1:  # an actor starts each rank
+            own = msgspec.structs.replace(own, tp_launcher="torchrun")
         if fleet.ray == "local":
             own = with_memory_share(own, fleet.replicas)
         replica = replica_config(config, own)
@@ -166,7 +168,7 @@ def ray_launcher(config: Config, endpoint: str) -> LauncherLike:
 
     gpus = 1.0 if engine.device.startswith("cuda") else 0.0
     try:
-        return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, Reservation(fleet.ray_cpus, gpus))
+        return RayLauncher(endpoint, fleet.replicas, toml, fleet.ray, Reservation(fleet.ray_cpus, gpus, engine.tp))
     except ModuleNotFoundError as error:
         raise CannotServe(f"--ray: {error.name} is not installed: pip install 'rl-rollout[ray]'") from error
     except (RuntimeError, TimeoutError) as error:

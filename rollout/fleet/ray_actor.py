@@ -1,4 +1,4 @@
-"""A Ray actor that runs one replica as a child process. Imports neither Ray nor torch.
+"""A Ray actor that runs one replica, or one rank of a replica, as a child process. Imports neither Ray nor torch.
 
 Ray transfers the text of the replica's configuration and its exit status; groups, samples and weights use the replica's link.
 """
@@ -30,14 +30,21 @@ class ReplicaHolder:
         """Return the host and the process of the actor."""
         return socket.gethostname(), os.getpid()
 
-    def serve(self) -> int:
+    def free_port(self) -> int:
+        """Return a port of loopback that is free now."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            return int(listener.getsockname()[1])
+
+    def serve(self, rank: dict[str, str]) -> int:
         """Run the replica until it ends. Returns its exit status, or minus the signal. It also ends with this process, which
-        closes its standard input."""
+        closes its standard input. rank: variables of one of several ranks (`rollout.fleet.ray_launcher.rank_variables`); {}:
+        there is one."""
         with Folder("ray") as folder:
             (folder / "replica.toml").write_text(self._toml)
             words = ["serve", "--config", str(folder / "replica.toml"), "--exit-on-stdin-close", "--quiet"]
             command = [sys.executable, "-m", "rollout", *words]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+            environment = {**os.environ, **rank}
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment) as child:
                 self._child = child
                 assert child.stdin is not None
                 status = child.wait()

@@ -3,8 +3,10 @@
 router ── a thread ──→ placement group, a bundle a replica, SPREAD ──→ actor (max_restarts=-1) ──→ child: rollout serve --join
        ←── Join ─────────────────────────────────────────────────────────────────────────────────────┘
 
-A bundle is on one node, so all resources of a replica are together. They join the router like any other replica. A process has
-ended when the actor's call returns. Ray's calls may take seconds, so they have a thread of their own.
+A bundle is on one node, so all resources of a replica are together. A replica of several ranks has a placement group of its
+own, STRICT_PACK, with a bundle and an actor for each rank, on one node, whose memory they share; when one ends, all do.
+Replicas join the router like any other replica. A process has ended when the actor's call returns. Ray's calls may take
+seconds, so they have a thread of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollout.fleet.launcher import ProcessExit, Use, alike, how_ended, least_used
@@ -27,6 +29,8 @@ from rollout.logs import logger
 LOOK_S = 0.2
 START_S = 180.0
 """longest that Ray itself may take to start"""
+PORT_S = 10.0
+"""longest that an actor may take to name a port; the others are not looked at meanwhile"""
 PLACE_S = 60.0
 """interval of log lines while replicas wait for resources"""
 OBJECT_STORE_BYTES = 80 << 20
@@ -40,12 +44,15 @@ class ReplicaActor:
     """A replica's actor. Written by the thread."""
 
     name: str
-    actor: Any
+    actors: list[Any]
+    """of its ranks"""
     group: Any
     """its placement group"""
-    running: Any = None
-    """the call that returns when the replica ends; None: none runs"""
+    running: list[Any] = field(default_factory=list)
+    """the calls that return when its ranks end; []: none runs"""
     started_at: float = 0.0
+    end_by: float | None = None
+    """when its other ranks must have ended, after one has"""
     start_at: float = 0.0
     pause_s: float = TIMING.first_pause_s
     wanted: bool = True
@@ -57,10 +64,15 @@ class Reservation(NamedTuple):
     cpus: float | None
     """None: the cluster's, divided by the number of replicas"""
     gpus: float = 0.0
+    """of one rank"""
+    ranks: int = 1
 
-    def resources(self) -> dict[str, float]:
-        """Return it as Ray's resources; CPU 0: not known yet."""
-        return {"CPU": self.cpus or 0.0, **({"GPU": self.gpus} if self.gpus else {})}
+    def resources(self, cluster_cpus: float, replicas: int) -> tuple[dict[str, float], int]:
+        """Return the resources of a rank, as Ray has them, and the CPUs of the replica."""
+        cpus = self.cpus or max(1.0, cluster_cpus // replicas)
+        each = cpus / self.ranks
+        rank = {"CPU": float(int(each)) if each > 1 else each, **({"GPU": self.gpus} if self.gpus else {})}
+        return rank, int(cpus)
 
 
 class RayLauncher:
@@ -88,7 +100,11 @@ class RayLauncher:
         self._ray = ray
         self._label = label
         self._toml = toml
-        self._resources: dict[str, float] = reserved.resources()
+        self._reserved = reserved
+        self._resources: dict[str, float] = {}
+        """of one rank"""
+        self._cpus = 0
+        """of a replica"""
         self._made = 0
         self._names = self._new_names(count)
         self._slots: dict[str, ReplicaActor] = {}
@@ -156,41 +172,54 @@ class RayLauncher:
         if address == "local":
             ray.init(
                 address="local",
-                num_cpus=max(count, int(self._resources["CPU"] * count), len(os.sched_getaffinity(0))),
+                num_cpus=max(count, int((self._reserved.cpus or 0) * count), len(os.sched_getaffinity(0))),
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
             )
         else:
             ray.init(address=address)
-        if not self._resources["CPU"]:
-            self._resources["CPU"] = max(1.0, ray.cluster_resources().get("CPU", 1.0) // count)
+        self._resources, self._cpus = self._reserved.resources(ray.cluster_resources().get("CPU", 1.0), count)
 
     def _place(self, names: list[str]) -> None:
-        """Make the actors of these replicas, in a placement group of their own."""
+        """Make the actors of these replicas: of one rank each in a placement group of all, of several in one of each."""
+        if (ranks := self._reserved.ranks) == 1:
+            group = self._group(len(names), "SPREAD")
+            for i, name in enumerate(names):
+                self._slots[name] = ReplicaActor(name, [self._actor(name, group, i)], group)
+            return
+        for name in names:
+            group = self._group(ranks, "STRICT_PACK")
+            actors = [self._actor(name, group, rank, f"-rank-{rank}") for rank in range(ranks)]
+            self._slots[name] = ReplicaActor(name, actors, group)
+
+    def _group(self, bundles: int, strategy: str) -> Any:
+        """Wait for a placement group of so many ranks."""
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray, resources = self._ray, self._resources
-        group = placement_group([resources] * len(names), strategy="SPREAD")
+        group = placement_group([resources] * bundles, strategy=strategy)
         while not ray.wait([group.ready()], timeout=PLACE_S)[0]:
             available = ray.available_resources()
-            log.warning("no resources for %d replicas of %s each; available: %s", len(names), resources, available)
-        for i, name in enumerate(names):
-            actor = (
-                ray.remote(ReplicaHolder)
-                .options(
-                    name=f"rollout-{self._label}-{name}",
-                    num_cpus=resources["CPU"],
-                    num_gpus=resources.get("GPU", 0.0),
-                    max_restarts=-1,
-                    max_task_retries=0,
-                    max_concurrency=2,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-                )
-                .remote(self._toml(name, int(resources["CPU"])))
+            log.warning("no resources for %d × %s, %s; available: %s", bundles, resources, strategy, available)
+        return group
+
+    def _actor(self, name: str, group: Any, bundle: int, suffix: str = "") -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return (
+            self._ray.remote(ReplicaHolder)
+            .options(
+                name=f"rollout-{self._label}-{name}{suffix}",
+                num_cpus=self._resources["CPU"],
+                num_gpus=self._resources.get("GPU", 0.0),
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
-            self._slots[name] = ReplicaActor(name, actor, group)
+            .remote(self._toml(name, self._cpus))
+        )
 
     def _supervise(self) -> None:
         while True:
@@ -205,39 +234,61 @@ class RayLauncher:
                 self._look(slot, time.monotonic())
 
     def _look(self, slot: ReplicaActor, now: float) -> None:
-        if slot.running is None:
+        if not slot.running:
             if slot.wanted and now >= slot.start_at:
-                slot.running, slot.started_at = slot.actor.serve.remote(), now
-                log.info("replica starts name=%s", slot.name)
+                self._start(slot, now)
             return
-        if not self._ray.wait([slot.running], timeout=0)[0]:
+        ended, _ = self._ray.wait(slot.running, num_returns=len(slot.running), timeout=0)
+        if len(ended) < len(slot.running):
+            self._one_fate(slot, now, bool(ended))
             return
         try:
-            status = self._ray.get(slot.running)
+            status = self._ray.get(slot.running)[0]  # rank 0's: it has the reason
             why = f"its process ended with {how_ended(status)}"
-        except Exception as error:  # the actor or its node: Ray starts another
+        except Exception as error:  # an actor or its node: Ray starts another
             why = f"its actor was lost: {type(error).__name__}"
-        slot.running = None
+        slot.running, slot.end_by = [], None
         steady = now - slot.started_at > TIMING.steady_s
         pause = min(slot.pause_s, TIMING.first_pause_s) if steady else slot.pause_s
         slot.start_at, slot.pause_s = now + pause, min(TIMING.max_pause_s, 2 * pause)
         log.info("replica ended name=%s why=%r pause_s=%.1f", slot.name, why, pause)
         self._exits.put(ProcessExit(slot.name, why, not slot.wanted))
 
+    def _start(self, slot: ReplicaActor, now: float) -> None:
+        ranks = len(slot.actors)
+        try:
+            port = self._ray.get(slot.actors[0].free_port.remote(), timeout=PORT_S) if ranks > 1 else 0
+        except Exception as error:  # the actor is lost: Ray starts another
+            log.warning("replica not started name=%s reason=%r", slot.name, error)
+            slot.start_at = now + slot.pause_s
+            return
+        slot.running = [each.serve.remote(rank_variables(rank, ranks, port)) for rank, each in enumerate(slot.actors)]
+        slot.started_at = now
+        log.info("replica starts name=%s ranks=%d", slot.name, ranks)
+
+    def _one_fate(self, slot: ReplicaActor, now: float, ends: bool) -> None:
+        """Kill the ranks of a replica that have not ended STOP_S after another one."""
+        if ends and slot.end_by is None:
+            slot.end_by = now + STOP_S
+        elif slot.end_by is not None and now > slot.end_by:
+            for actor in slot.actors:
+                actor.kill.remote()
+
     def _kill(self, name: str) -> None:
-        if (slot := self._slots.get(name)) is not None and slot.running is not None:
-            slot.actor.kill.remote()
+        if (slot := self._slots.get(name)) is not None and slot.running:
+            slot.actors[0].kill.remote()  # other ranks end with rank 0
 
     def _release(self, name: str) -> None:
         """Stop an actor; remove its placement group with its last actor."""
         if (slot := self._slots.pop(name, None)) is None:
             return
         slot.wanted = False
-        slot.actor.stop.remote()
+        slot.actors[0].stop.remote()
         self._exits.put(ProcessExit(name, "it was removed", True))
-        if slot.running is not None:
-            self._ray.wait([slot.running], timeout=STOP_S)
-        self._ray.kill(slot.actor)
+        if slot.running:
+            self._ray.wait(slot.running, num_returns=len(slot.running), timeout=STOP_S)
+        for actor in slot.actors:
+            self._ray.kill(actor)
         if all(other.group is not slot.group for other in self._slots.values()):
             self._remove_group(slot.group)
 
@@ -246,11 +297,12 @@ class RayLauncher:
         slots = list(self._slots.values())
         for slot in slots:
             slot.wanted = False
-        stopping = [slot.actor.stop.remote() for slot in slots]
+        stopping = [slot.actors[0].stop.remote() for slot in slots]
+        stopping += [call for slot in slots for call in slot.running]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=STOP_S)
-        for slot in slots:
-            self._ray.kill(slot.actor)
+        for actor in (each for slot in slots for each in slot.actors):
+            self._ray.kill(actor)
         for group in {id(slot.group): slot.group for slot in slots}.values():
             self._remove_group(group)
         self._ray.shutdown()
@@ -259,6 +311,15 @@ class RayLauncher:
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(group)
+
+
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return torchrun's variables for a rank of a replica on one node; {}: it is the only one. port: of loopback, for the
+    start."""
+    if ranks == 1:
+        return {}
+    counts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in counts.items()}}
 
 
 def keep_signals() -> None:

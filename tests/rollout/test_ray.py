@@ -15,6 +15,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
 from rollout.engine.types import Sampling
 from rollout.process import service_process
+from tests.support.ranks import saved
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -73,6 +74,44 @@ def test_an_actor_that_is_killed_is_back_and_serves_the_live_version(tiny_config
         left = [psutil.Process(one["pid"]) for one in replicas(client).values()]
         left += psutil.Process(router.pid).children(recursive=True)
     until(lambda: all(map(ended, left)), "all have ended with the router", WAIT)
+
+
+def test_a_replica_of_two_ranks_is_two_actors_with_one_fate(tiny_config: Config, tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", "float32")
+    engine = msgspec.structs.replace(tiny_config.engine, model=model, tp=2, threads=1)
+    one = msgspec.structs.replace(tiny_config, engine=msgspec.structs.replace(engine, tp=1, tree_sums=True))
+    with service_process(one, start_timeout_s=WAIT) as alone, RolloutClient(alone.endpoint, connect_timeout_s=WAIT) as client:
+        wanted = told(client)
+    config = msgspec.structs.replace(tiny_config, engine=engine, fleet=FleetConfig(replicas=1, ray="local"))
+    with (
+        service_process(config, start_timeout_s=WAIT) as router,
+        RolloutClient(router.endpoint, connect_timeout_s=WAIT) as client,
+    ):
+        assert told(client) == wanted, "the bits of one rank"
+        for victim in ("actor", "rank"):
+            ranks = ranks_of(router.pid)
+            assert len(ranks) == 2 and ranks[0].parent() != ranks[1].parent(), "an actor each"
+            parent = ranks[1].parent()
+            assert parent is not None
+            os.kill(parent.pid if victim == "actor" else ranks[1].pid, signal.SIGKILL)
+            until(lambda ranks=ranks: all(map(ended, ranks)), "both end", WAIT)
+            until(lambda: client.status()["fleet"]["serving"] == 1, "it is back", WAIT)
+            assert told(client) == wanted
+        left = ranks_of(router.pid)
+    until(lambda: all(map(ended, left)), "all have ended with the router", WAIT)
+
+
+def ranks_of(router: int) -> list[psutil.Process]:
+    """Return the processes of the ranks of a replica, by rank."""
+    found = {}
+    for each in psutil.process_iter():
+        try:
+            variables = each.environ() if "rollout" in each.cmdline() else {}
+        except psutil.Error:
+            continue
+        if {"RANK", "WORLD_SIZE"} <= variables.keys() and each.status() != psutil.STATUS_ZOMBIE:
+            found[int(variables["RANK"])] = each
+    return [each for _, each in sorted(found.items())]
 
 
 def ended(process: psutil.Process) -> bool:
