@@ -105,6 +105,11 @@ class Exchange:
         lost = 0 if self._meeting is None else self._meeting.lost
         return lost - 1 if lost else None
 
+    @property
+    def failed(self) -> bool:
+        """Return whether no exchange will succeed any more."""
+        return self.lost is not None or self.struct.failed != 0
+
     def patience(self, seconds: float) -> None:
         """Set how long this rank waits for another one."""
         self.patience_s, self.struct.patience_ms = seconds, round(1000 * seconds)

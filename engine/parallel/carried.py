@@ -56,12 +56,17 @@ class CarriedExchange(Exchange):
         super().__init__(width, rank, ranks, mmap.mmap(-1, shared_bytes(ranks, width)))
         assert self._meeting is not None
         self._group, self._library = group, library
+        self._broken = False
         self._closed = threading.Event()
         self._meeting.of[rank].asleep = 1  # the thread: so the kernels wake it
         threading.Thread(target=self._carry, name="rollout-ranks", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
+
+    @property
+    def failed(self) -> bool:
+        return self._broken or super().failed
 
     def gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]], library: ctypes.CDLL) -> list[torch.Tensor]:
         own = raw(tensor.detach().contiguous())
@@ -79,7 +84,7 @@ class CarriedExchange(Exchange):
 
     def _lost(self, error: RuntimeError) -> RankLost:
         """Make the error for an exchange that has failed. Waits for the reason, which comes another way."""
-        until = time.monotonic() + NOTICE_S
+        self._broken, until = True, time.monotonic() + NOTICE_S
         while self.lost is None and time.monotonic() < until:
             self._closed.wait(0.01)
         who = "a rank" if self.lost is None else f"rank {self.lost} of {self.ranks}"

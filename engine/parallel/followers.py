@@ -103,6 +103,8 @@ class Followers:
         """Send a message to one. Raises RankLost."""
         try:
             self.channels[rank - 1].send(message)
+        except TimeoutError:
+            raise RankLost(self.late(rank)) from None
         except OSError:
             raise self.lost(rank) from None
 
@@ -123,6 +125,8 @@ class Followers:
         for rank, channel in enumerate(self.channels, 1):
             try:
                 answer = channel.recv()
+            except TimeoutError:
+                raise RankLost(self.late(rank)) from None
             except (EOFError, OSError):
                 raise self.lost(rank) from None
             if isinstance(answer, Failed):
@@ -130,6 +134,16 @@ class Followers:
                 raise self.lost(rank)
             found.append(answer)
         return found
+
+    def patience(self, timeout_s: float) -> None:
+        """Set how long each may take for a message or an answer, from now on."""
+        for channel in self.channels:
+            channel.socket.settimeout(timeout_s)
+
+    def late(self, rank: int) -> str:
+        """Describe a rank that has not taken a message or not answered in time."""
+        timeout_s = self.channels[rank - 1].socket.gettimeout()
+        return f"rank {rank} of {len(self.channels) + 1} did not answer within {timeout_s:g} s"
 
     def lost(self, rank: int) -> RankLost:
         """Make the error for a rank that has ended, with what it said or its exit status."""

@@ -80,7 +80,9 @@ class Leader(RankWorker):
 
     def ranks(self) -> list[dict[str, Any]]:
         where = [RankProcess(socket.gethostname(), os.getpid()), *self.followers.processes_of_ranks]
-        resident = [resident_bytes(os.getpid()), *([0] * len(where[1:]) if self.lost else self.followers.resident_bytes())]
+        silent = self.ranks_of.exchange.failed  # a rank that does not compute does not answer
+        others = [0] * len(where[1:]) if silent else self.followers.resident_bytes()
+        resident = [resident_bytes(os.getpid()), *others]
         return [
             {"rank": rank, **each._asdict(), "rss_bytes": rss, "weights_bytes": size}
             for rank, (each, rss, size) in enumerate(zip(where, resident, self.weights.rank_bytes, strict=True))
@@ -139,6 +141,7 @@ def lead(config: EngineConfig, followers: Followers, width: int, report: Report)
         raise reason from error
     assert isinstance(worker, Leader)
     worker.lead(followers)
+    followers.patience(config.tp_timeout_s)
     return worker
 
 

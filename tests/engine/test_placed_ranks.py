@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.parallel.carried import CarriedExchange
+from rollout.engine.parallel.follower import Follower
 from rollout.engine.parallel.messages import Joining, RankChannel
 from rollout.engine.parallel.placement import KEY, Address, MeetingPlace, RankPosition, connect, position_of, process_group
 from rollout.engine.types import RankLost
@@ -178,3 +179,19 @@ def test_an_engine_whose_ranks_share_nothing_carries(tmp_path: Path) -> None:
         assert isinstance(engine.worker.ranks_of.exchange, CarriedExchange)  # type: ignore[attr-defined]
         ranks = engine.status()["ranks"]
         assert [each["rank"] for each in ranks] == [0, 1] and all(each["rss_bytes"] > 0 for each in ranks)
+
+
+def test_a_request_that_is_not_answered_ends_the_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, wait = Follower._answer, threading.Event()  # noqa: SLF001
+
+    def silent(self: Follower, order: Any) -> Any:
+        wait.wait(30)
+        return answer(self, order)
+
+    with ranks_in_threads(hosts=True), closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32")) as engine:
+        engine.worker.followers.patience(0.05)  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(Follower, "_answer", silent)
+            with pytest.raises(RankLost, match=r"rank 1 of 2 did not answer within 0.05 s"):
+                engine.status()
+            wait.set()

@@ -33,7 +33,13 @@ HOSTS, TORCHRUN = "two hosts", "torchrun"
 def started(folder: Path, how: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start a service of two ranks: as on two hosts, a process each, or by torchrun. Its address is in folder / "ready"."""
     engine = engine_config(
-        model=saved(folder / "model", "float32"), dtype="float32", tp=2, threads=1, tp_launcher="torchrun", **SMALL
+        model=saved(folder / "model", "float32"),
+        dtype="float32",
+        tp=2,
+        threads=1,
+        tp_launcher="torchrun",
+        tp_timeout_s=3.0,
+        **SMALL,
     )
     (folder / "serve.toml").write_text(dump(Config(engine=engine, service=ServiceConfig(endpoint="tcp://127.0.0.1:*"))))
     config, ready = str(folder / "serve.toml"), str(folder / "ready")
@@ -88,6 +94,26 @@ def test_placed_ranks_have_the_samples_of_one_and_one_fate(tmp_path: Path, how: 
         assert [each.wait(WAIT) for each in processes] == ([3, -signal.SIGKILL] if how == HOSTS else [1])
         until(lambda: not any(each.is_running() for each in ranks), "no rank is left", WAIT)
     assert "rank 1 of 2 has ended: its connection is closed" in (tmp_path / "errors").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "rank 1 of 2 has ended: its connection is closed"), (signal.SIGSTOP, "did not answer within 3 s")],
+)
+def test_a_rank_that_is_lost_in_a_step_ends_the_others(tmp_path: Path, number: int, reason: str) -> None:
+    with started(tmp_path, HOSTS) as processes:
+        ready = tmp_path / "ready"
+        until(lambda: ready.exists() or any(each.poll() is not None for each in processes), "the service listens", WAIT)
+        with RolloutClient(ready.read_text(), connect_timeout_s=WAIT) as client:
+            handle = client.submit([5, 6, 7], Sampling(n=2, max_tokens=450, ignore_eos=True))
+            until(lambda: client.status()["running"] == 2, "it computes", WAIT)
+            os.kill(processes[1].pid, number)
+            assert processes[0].wait(WAIT) == 3
+            handle.cancel()
+        os.kill(processes[1].pid, signal.SIGCONT)
+        assert processes[1].wait(WAIT) == (-number if number == signal.SIGKILL else 0)
+    assert reason in (tmp_path / "errors").read_text()
 
 
 @pytest.mark.long
