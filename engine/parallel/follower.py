@@ -158,7 +158,7 @@ def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None, place
         parts.update(parts_of(loaded.cuts, loaded.shapes, start.rank, config.tp))
         return Weights(loaded.module)
 
-    ranks = open_ranks(config, opened)
+    ranks = open_ranks(config, opened, None if placed is None else placed.position)
     try:
         worker = open_rank(config, ranks, no_report, weigh, RankWorker)
         ready()

@@ -23,7 +23,7 @@ from rollout.engine.forward.shards import LoadedPart, check_folder
 from rollout.engine.kv.copies import Copied
 from rollout.engine.parallel.followers import Followers, PlacedFollowers, RankProcess, resident_bytes
 from rollout.engine.parallel.messages import Follow, SleepRank, WakeRank
-from rollout.engine.parallel.placement import position_of
+from rollout.engine.parallel.placement import RankPosition, position_of
 from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks
 from rollout.engine.parallel.weights import DividedWeights, divided_weights
 from rollout.engine.scheduling.plan import Plan
@@ -112,10 +112,10 @@ def open_leader(config: EngineConfig, report: Report = no_report) -> Leader:
         raise BrokenModel(f"model folder {config.model!r} cannot be loaded: {in_one_line(error)}") from error
     report(f"starting {config.tp} ranks" if position is None else f"waiting for {config.tp - 1} other ranks")
     followers = Followers(config, width) if position is None else PlacedFollowers(config, width, position)
-    return lead(config, followers, width, report)
+    return lead(config, followers, width, position, report)
 
 
-def lead(config: EngineConfig, followers: Followers, width: int, report: Report) -> Leader:
+def lead(config: EngineConfig, followers: Followers, width: int, position: RankPosition | None, report: Report) -> Leader:
     """Make rank 0's worker, when all ranks have loaded. Ends the others if it raises, as `open_leader`."""
     exchange: Exchange | None = None
 
@@ -129,7 +129,7 @@ def lead(config: EngineConfig, followers: Followers, width: int, report: Report)
         return divided_weights(loaded.module, loaded.cuts, loaded.shapes, followers)
 
     try:
-        worker = open_rank(config, open_ranks(config, opened), report, weigh, Leader)
+        worker = open_rank(config, open_ranks(config, opened, position), report, weigh, Leader)
     except BaseException as error:
         lost = None if exchange is None else exchange.lost
         reason = None if lost is None else followers.lost(lost)  # the error here followed from it

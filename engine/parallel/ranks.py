@@ -22,7 +22,7 @@ from rollout.engine.forward.model import BrokenModel, Model, in_one_line
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.sizing import PoolSizes
-from rollout.engine.parallel.placement import START_S
+from rollout.engine.parallel.placement import START_S, RankPosition
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost
 from rollout.engine.weights.cuts import NotCut
@@ -38,6 +38,8 @@ class Ranks(NamedTuple):
 
     exchange: Exchange
     kernels: SumKernels
+    local_ranks: int
+    """ranks that share the memory of this host"""
 
     def gather(self, tensor: torch.Tensor, shapes: Any) -> list[torch.Tensor]:
         return self.kernels.gather(tensor, shapes, self.exchange)
@@ -47,15 +49,16 @@ class Ranks(NamedTuple):
         return RankPlace(self.exchange.rank, self.exchange.ranks, self.gather)
 
 
-def open_ranks(config: EngineConfig, exchange: Callable[[SumKernels], Exchange]) -> Ranks:
-    """Join the exchange of a replica, which `exchange` opens. Raises ValueError where there are no kernels for it."""
+def open_ranks(config: EngineConfig, exchange: Callable[[SumKernels], Exchange], position: RankPosition | None) -> Ranks:
+    """Join the exchange of a replica, which `exchange` opens. position: None: all ranks are on this host. Raises ValueError
+    where there are no kernels for it."""
     chosen = choose(config.isa)
     if chosen.kernels is None:
         raise ValueError(f"tp={config.tp}: several ranks need the kernels of the CPU: {chosen.why}")
     kernels = SumKernels(chosen.kernels)
     opened = exchange(kernels)
     opened.patience(START_S)
-    return Ranks(opened, kernels)
+    return Ranks(opened, kernels, config.tp if position is None else position.local_ranks)
 
 
 def shared_exchange(fd: int, config: EngineConfig, rank: int, width: int) -> Exchange:
@@ -116,7 +119,7 @@ def open_rank(config: EngineConfig, ranks: Ranks, report: Report, weigh: Weigh, 
     sum_slices(summed_products_of(loaded.module), Summed(SLICES // config.tp, ranks.exchange))
     model = Model(loaded.module, config.model)
     parts = WorkerParts(
-        kind, lambda model, device: weigh(loaded), partial(agreed, config, ranks), partial(agreed_with_states, config, ranks)
+        kind, lambda model, device: weigh(loaded), partial(agreed, ranks), partial(agreed_with_states, config, ranks)
     )
     worker = open_worker(config, model, report, parts)
     assert isinstance(worker, kind)
@@ -124,10 +127,10 @@ def open_rank(config: EngineConfig, ranks: Ranks, report: Report, weigh: Weigh, 
     return worker
 
 
-def agreed(config: EngineConfig, ranks: Ranks, sizes: PoolSizes) -> PoolSizes:
+def agreed(ranks: Ranks, sizes: PoolSizes) -> PoolSizes:
     """Return the pools of the rank that has least room; default sizes are divided among ranks, which share a host's memory."""
-    device = sizes.device if sizes.commit_device else max(1, sizes.device // config.tp)
-    host = sizes.host if sizes.commit_host or not sizes.host else max(1, sizes.host // config.tp)
+    device = sizes.device if sizes.commit_device else max(1, sizes.device // ranks.local_ranks)
+    host = sizes.host if sizes.commit_host or not sizes.host else max(1, sizes.host // ranks.local_ranks)
     least = least_of(ranks, [device, host])
     return sizes._replace(device=least[0], host=least[1])
 
@@ -135,7 +138,7 @@ def agreed(config: EngineConfig, ranks: Ranks, sizes: PoolSizes) -> PoolSizes:
 def agreed_with_states(config: EngineConfig, ranks: Ranks, slots: SlotCounts, sizes: PoolSizes) -> tuple[SlotCounts, PoolSizes]:
     """Return the same with slots of states, which `state_sizes` made of what ranks had agreed on, and of their free memory."""
     by_memory = config.kv_tokens is not None and not sizes.commit_host
-    host = max(1, sizes.host // config.tp) if by_memory and sizes.host else sizes.host
+    host = max(1, sizes.host // ranks.local_ranks) if by_memory and sizes.host else sizes.host
     least = least_of(ranks, [slots.device, slots.host, sizes.device, host])
     return SlotCounts(least[0], least[1]), sizes._replace(device=least[2], host=least[3])
 
