@@ -38,6 +38,7 @@ from rollout.engine.parallel.messages import (
     SleepRank,
     StageElements,
     Start,
+    StopRank,
     WakeRank,
 )
 from rollout.engine.parallel.placement import RankPosition, connect, process_group
@@ -51,7 +52,9 @@ from rollout.engine.worker import no_report
 
 PR_SET_PDEATHSIG = 1
 ENDED, FAILED = 0, 3
-"""exit statuses: with rank 0, and on its own"""
+"""exit statuses: in order with rank 0, and otherwise"""
+LAST_S = 1.0
+"""how long it may take to read what rank 0 has said last"""
 
 
 class Follower:
@@ -68,12 +71,8 @@ class Follower:
         """returns where a tensor is staged that rank 0 sends"""
 
     def run(self) -> None:
-        """Follow until rank 0 closes the channel. Raises what a plan raises."""
-        while True:
-            try:
-                order = self._channel.recv()
-            except (EOFError, OSError):
-                return
+        """Follow until rank 0 ends in order. Raises EOFError if it ends otherwise, OSError, and what a plan raises."""
+        while not isinstance(order := self._channel.recv(), StopRank):
             if isinstance(order, Follow):
                 self._follow(Plan.decode(order.plan))
             elif isinstance(order, StageElements):
@@ -169,13 +168,13 @@ def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None, place
             os.close(fd)
 
 
-def end_with(end: socket.socket) -> None:
-    """End this process when rank 0 has gone, also in the middle of a step."""
+def end_with(end: socket.socket, in_order: threading.Event) -> None:
+    """End this process when rank 0 has gone, also in the middle of a step. in_order: is set when rank 0 has said so before."""
     gone = select.poll()
     gone.register(end, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
     while not gone.poll():
         pass
-    os._exit(ENDED)
+    os._exit(ENDED if in_order.wait(LAST_S) else FAILED)
 
 
 def end_with_parent() -> None:
@@ -199,11 +198,13 @@ def run(end: socket.socket, placed: Placed | None = None) -> int:
     if placed is None:
         end_with_parent()
     channel = RankChannel(end, Order)
-    threading.Thread(target=end_with, args=(end,), daemon=True).start()
+    in_order = threading.Event()
+    threading.Thread(target=end_with, args=(end, in_order), daemon=True).start()
     try:
         follow(channel, gc.freeze, placed)  # no garbage is looked for among all of torch, in the middle of a step
+        in_order.set()
     except (EOFError, OSError):
-        return ENDED
+        return FAILED
     except Exception as error:
         known = isinstance(error, (RankLost, ValueError))
         with suppress(OSError):  # rank 0 may have found the same reason

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ import psutil
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
 from rollout.engine.parallel.carried import CarriedExchange
-from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankChannel, ReadMemory, Reply, Start
+from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankChannel, ReadMemory, Reply, Start, StopRank
 from rollout.engine.parallel.placement import MeetingPlace, RankPosition
 from rollout.engine.parallel.ranks import shared_exchange
 from rollout.engine.types import RankLost
@@ -53,7 +54,9 @@ class Followers:
         self.channels: list[RankChannel] = []
         self.reasons: dict[int, str] = {}
         """what ranks have said of their end"""
-        self.close = weakref.finalize(self, end, self.processes, self.channels, [self.shared_fd, *self.staged_fds])
+        self.failed: list[int] = []
+        """ranks that have ended, do not answer, or differ; of several, the first"""
+        self.close = weakref.finalize(self, end, self.processes, self.channels, [self.shared_fd, *self.staged_fds], self.failed)
         try:
             for rank, staged in enumerate(self.staged_fds, 1):
                 self.channels.append(self.start(rank))
@@ -97,7 +100,9 @@ class Followers:
 
     def watch(self, exchange: Exchange) -> None:
         """Tell whoever waits in the exchange when a rank has ended."""
-        threading.Thread(target=report_ends, args=([each.socket for each in self.channels], exchange), daemon=True).start()
+        threading.Thread(
+            target=report_ends, args=([each.socket for each in self.channels], exchange, self.failed), daemon=True
+        ).start()
 
     def send(self, rank: int, message: msgspec.Struct) -> None:
         """Send a message to one. Raises RankLost."""
@@ -142,11 +147,13 @@ class Followers:
 
     def late(self, rank: int) -> str:
         """Describe a rank that has not taken a message or not answered in time."""
+        self.failed.append(rank)
         timeout_s = self.channels[rank - 1].socket.gettimeout()
         return f"rank {rank} of {len(self.channels) + 1} did not answer within {timeout_s:g} s"
 
     def lost(self, rank: int) -> RankLost:
         """Make the error for a rank that has ended, with what it said or its exit status."""
+        self.failed.append(rank)
         if rank not in self.reasons:
             channel = self.channels[rank - 1]
             channel.socket.settimeout(1.0)
@@ -184,13 +191,14 @@ def memory(name: str, size: int) -> int:
     return fd
 
 
-def report_ends(ends: list[socket.socket], exchange: Exchange) -> None:
+def report_ends(ends: list[socket.socket], exchange: Exchange, failed: list[int]) -> None:
     """Wait until an end of a channel hangs up, and tell all ranks which one."""
     gone, ranks = select.poll(), {each.fileno(): rank for rank, each in enumerate(ends, 1)}
     for each in ends:
         gone.register(each, getattr(select, "POLLRDHUP", select.POLLHUP))
     while not (found := gone.poll()):
         pass
+    failed.append(ranks[found[0][0]])
     exchange.lose(ranks[found[0][0]])
 
 
@@ -223,9 +231,14 @@ class PlacedFollowers(Followers):
         return [RankProcess(each.host, each.pid) for _, each in sorted(self._joined.items())]
 
 
-def end(processes: list[subprocess.Popen[bytes]], channels: list[RankChannel], fds: list[int]) -> None:
-    """End the other ranks: by closing their channels, then by killing them."""
+def end(processes: list[subprocess.Popen[bytes]], channels: list[RankChannel], fds: list[int], failed: list[int]) -> None:
+    """End the other ranks: by closing their channels, then by killing them. If one has failed, all do: what has started them
+    starts them again."""
+    in_order = not failed  # before closed channels are noticed
     for channel in channels:
+        if in_order:
+            with suppress(OSError):
+                channel.send(StopRank())
         channel.socket.shutdown(socket.SHUT_RDWR)
         channel.close()
     for process in processes:

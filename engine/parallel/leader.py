@@ -61,9 +61,11 @@ class Leader(RankWorker):
         try:
             yield
         except RankLost as error:
+            self.followers.failed.append(0)
             lost = self.ranks_of.exchange.lost
             raise error if lost is None else self.followers.lost(lost) from error
         except Exception as error:
+            self.followers.failed.append(0)
             raise RankLost(f"rank 0 failed in a step: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:

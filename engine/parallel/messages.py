@@ -92,6 +92,10 @@ class ReadMemory(msgspec.Struct, frozen=True, tag=True):
     """Request: the resident memory of the rank's process."""
 
 
+class StopRank(msgspec.Struct, frozen=True, tag=True):
+    """The last message of rank 0, if it ends in order. Not answered."""
+
+
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
     """Ends a request."""
 
@@ -108,7 +112,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Start | Follow | SleepRank | WakeRank | OpenStaged | StageElements | ExchangeWeights | ReadElements | ReadMemory
+Request = SleepRank | WakeRank | OpenStaged | ExchangeWeights | ReadElements | ReadMemory
+Order = Start | Follow | StageElements | Request | StopRank
 Reply = RankAnswer | Failed
 
 

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, CannotServe) else 1
     except DeviceLost as error:
-        print(f"{name}: {error}; start it again, or let --restart do so", file=sys.stderr)
+        print(f"{name}: {error}; start it again, or let --restart, or torchrun's --max-restarts, do so", file=sys.stderr)
         return LOST
     except ModuleNotFoundError as error:
         advice = extras.missing(error, words[0] if words else "")
