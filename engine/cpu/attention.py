@@ -88,6 +88,17 @@ class LayerCalls(NamedTuple):
     """bytes of one call"""
 
 
+class LayersAsked:
+    """What all layers of a model ask of attention, as the kernel reads it. They have neither soft caps nor sinks."""
+
+    def __init__(self, scores: list[Scores]) -> None:
+        assert not any(each.softcap or each.sinks is not None for each in scores)
+        self.count = len(scores)
+        self.scaling = (ctypes.c_float * self.count)(*(each.scaling for each in scores))
+        self.window = (ctypes.c_int64 * self.count)(*(each.window for each in scores))
+        self.in_order = (ctypes.c_int64 * self.count)(*range(self.count))
+
+
 class NativeAttention:
     """CPU attention backend (`rollout.engine.forward.attention.Backend`).
 
@@ -247,7 +258,7 @@ class NativeAttention:
 
     def layer_calls(
         self,
-        asked: list[Scores],
+        asked: LayersAsked,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -255,28 +266,26 @@ class NativeAttention:
         batch: Batch,
         kv: PagedKV,
     ) -> LayerCalls:
-        """Prepare `attend` for all layers, with the scores of each in `asked`, without soft caps and sinks. query and out [T,
-        q_heads, D], key and value [T, kv_heads, D], of the pool's dtype and contiguous, are written and read by each layer;
-        the heads of query may be further apart. They, the batch and the pool must outlive the calls, which run once."""
-        places = [located(layer, batch, kv) for layer in range(len(asked))]
+        """Prepare `attend` for all layers. query and out [T, q_heads, D], key and value [T, kv_heads, D], of the pool's dtype
+        and contiguous, are written and read by each layer; the heads of query may be further apart. They, the batch and the
+        pool must outlive the calls, which run once."""
+        layers = asked.in_order
         if batch.windowed is None and kv.data.dim() == 6:  # all layers have one shape and one block table
-            steps = [self._step_of(batch, kv, 0, query.shape[1])] * len(asked)
+            steps = [self._step_of(batch, kv, 0, query.shape[1])] * asked.count
         else:
+            places = [located(layer, batch, kv) for layer in range(asked.count)]
             steps = [self._step_of(of, pools, at, query.shape[1]) for at, of, pools in places]
+            layers = (ctypes.c_int64 * asked.count)(*(at for at, _, _ in places))
         for step in {step.address: step for step in steps}.values():
             assert (step.at >= 0).all()
             assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
             assert key.shape == value.shape == (step.tokens, *step.shape) and step.value_dim == step.shape[1]
             assert all(x.dtype == step.dtype for x in (query, key, value, out)) and query.stride(2) == 1
-        assert not any(each.softcap or each.sinks is not None for each in asked)
         assert all(x.is_contiguous() for x in (key, value, out)) and query.stride(0) == query.shape[1] * query.stride(1)
-        calls = ctypes.create_string_buffer(self._call_bytes * len(asked))
-        pointers = (ctypes.c_void_p * len(asked))(*(step.address for step in steps))
-        layers = (ctypes.c_int64 * len(asked))(*(at for at, _, _ in places))
-        scaling = (ctypes.c_float * len(asked))(*(each.scaling for each in asked))
-        window = (ctypes.c_int64 * len(asked))(*(each.window for each in asked))
-        others = [x.data_ptr() for x in (key, value, out)]
-        self._calls(calls, pointers, layers, len(asked), scaling, window, query.data_ptr(), query.stride(1), *others)
+        calls = ctypes.create_string_buffer(self._call_bytes * asked.count)
+        pointers = (ctypes.c_void_p * asked.count)(*(step.address for step in steps))
+        others = query.data_ptr(), query.stride(1), *(x.data_ptr() for x in (key, value, out))
+        self._calls(calls, pointers, layers, asked.count, asked.scaling, asked.window, *others)
         return LayerCalls(self._within, calls, self._call_bytes)
 
     def _step_of(self, batch: Batch, kv: PagedKV, layer: int, q_heads: int) -> NativeStep:

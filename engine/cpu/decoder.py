@@ -16,15 +16,16 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from rollout.engine.cpu.attention import LayerCalls, NativeAttention
+from rollout.engine.cpu.attention import LayerCalls, LayersAsked, NativeAttention
 from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.functions import in_whole_vectors
 from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.kernels import Kernels
-from rollout.engine.cpu.layer_steps import STRUCTS, ForwardStruct, NotNative, Steps, StepStruct, head_steps, layer_steps, need
+from rollout.engine.cpu.layer_steps import STRUCTS, ForwardStruct, NotNative, Steps, StepStruct, model_steps, need
 from rollout.engine.cpu.recurrence import ROW_ERRORS, RowsStruct, rows_struct
 from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward import recurrence
@@ -37,6 +38,10 @@ from rollout.engine.kv.states import StateRows
 __all__ = ["CHECKED_ROWS", "EchoAttention", "NativeDecoder", "NotNative"]
 
 CHECKED_ROWS = (1, 2, 3, 5, 7, 17, 33, 130)
+KEPT_TOKENS = 64
+"""most tokens of a forward whose tensors are kept for the next one: allocating them takes as long as a small layer"""
+POSITIONS = 256
+"""rotary embeddings are computed of so many positions at once"""
 
 
 class NativeDecoder:
@@ -51,63 +56,72 @@ class NativeDecoder:
         self.body = module.base_model
         self.parameters = [*module.parameters(), *codes_in(module)]
         """parameters, and codes of those that products read in eight bits"""
-        self.addresses: list[int] = []
+        self.steps = model_steps(module)
+        self.addresses = self._addresses()
         """of the parameters that the steps read"""
-        self.layers, self.head = self._read()
+        self._checked = 0
+        self._room = Room(self.steps, 0)
+        self.rotary = {name: RotaryTable(self.body, kind) for name, kind in self.steps.rotary.items()}
         scores = plain_scores(asked)
         need(scores is not None, "attention with sinks or soft caps")
         self.attention: list[Scores] = scores or []
-        need(len(self.attention) == len(self.layers.attends), "attention in other layers than expected")
+        self.asked = LayersAsked(self.attention)
+        need(len(self.attention) == len(self.steps.attends), "attention in other layers than expected")
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
         """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
         n = batch.num_tokens
-        if [parameter.data_ptr() for parameter in self.parameters] != self.addresses:
-            self.layers, self.head = self._read()
-        x = self.body.embed_tokens(batch.input_ids[0, :n])
-        tensors = self._tensors(self.layers, x)
-        for name, kind in self.layers.rotary.items():
-            made = self.body.rotary_emb(x[None], batch.position_ids[:, :n], *([] if kind is None else [kind]))
-            cos, sin = (each.reshape(n, -1).contiguous() for each in made)
-            need(cos.dtype == sin.dtype == x.dtype, "unsupported rotary embeddings")
-            tensors[name], tensors[name.replace("cos", "sin")] = cos, sin
-        if self.layers.decays:  # torch's exp has other bits than ours
-            tensors["rates"] = -in_whole_vectors(torch.exp, (torch.cat(self.layers.decays).float(),), {})
-        states = _States(self.layers, batch, kv, backend)
+        self._check_next_address()
+        steps, x = self.steps, self.body.embed_tokens(batch.input_ids[0, :n])
+        room = self._room if self._room.tokens == n else Room(steps, n)
+        if n <= KEPT_TOKENS:
+            self._room = room
+        tensors = {**room.like(x), "x": x}
+        for name, table in self.rotary.items():
+            tensors[name], tensors[name.replace("cos", "sin")] = table.at(batch.position_ids[:, :n], x)
+        if steps.decays:  # torch's exp has other bits than ours
+            tensors["rates"] = -in_whole_vectors(torch.exp, (torch.cat(steps.decays).float(),), {})
+        states = _States(steps, batch, kv, backend)
         stops: list[tuple[int, int, Callable[[], None]]] = [
-            (at, at, partial(_add_module, module, tensors, n)) for at, module in self.layers.modules.items()
+            (at, at, partial(_add_module, module, tensors, n)) for at, module in steps.modules.items()
         ]
         calls = None
-        if self.layers.heads is not None:
-            q, k, v, out = _heads(self.layers, tensors)
+        if steps.heads is not None:
+            q, k, v, out = _heads(steps, tensors)
             if isinstance(backend, NativeAttention):
-                calls = backend.layer_calls(self.attention, q, k, v, out, batch, kv)
+                calls = backend.layer_calls(self.asked, q, k, v, out, batch, kv)
             else:
 
                 def attend(layer: int) -> None:
                     place, of, pools = located(layer, batch, kv)
                     out.copy_(backend.attend(place, q, k, v, of, pools, self.attention[layer]))
 
-                stops += [(at, at + 1, partial(attend, layer)) for layer, at in enumerate(self.layers.attends)]
-        self._run_between(sorted(stops, key=itemgetter(0)), tensors, states, calls)
+                stops += [(at, at + 1, partial(attend, layer)) for layer, at in enumerate(steps.attends)]
+        if batch.num_logits == n:  # of all tokens, in order
+            tensors["logits"] = x.new_empty(n * steps.widths["logits"])
+            self._run_between(sorted(stops, key=itemgetter(0)), len(steps.made), tensors, states, calls)
+            return self._whole(tensors["logits"].view(n, -1))
+        self._run_between(sorted(stops, key=itemgetter(0)), steps.head, tensors, states, calls)
         return self._logits(x[batch.logits_at[: batch.num_logits]])
 
     def weights_moved(self) -> None:
-        """Do nothing: each forward reads the addresses of the parameters."""
+        """Make the steps for where the parameters are now."""
+        self.steps, self.addresses = model_steps(self.module), self._addresses()
 
-    def _read(self) -> tuple[Steps, Steps]:
-        """Return the steps of the layers and of the head, for where the parameters are now."""
-        self.addresses = [parameter.data_ptr() for parameter in self.parameters]
-        return layer_steps(self.module), head_steps(self.module)
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.parameters]
 
-    def _tensors(self, steps: Steps, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Allocate the tensors of a forward, flat."""
-        return {name: x if name == "x" else x.new_empty(len(x) * width) for name, width in steps.widths.items()}
+    def _check_next_address(self) -> None:
+        """Check that one parameter is where the steps read it, each time another one: all of them take as long as a layer."""
+        at, self._checked = self._checked, (self._checked + 1) % len(self.parameters)
+        assert self.parameters[at].data_ptr() == self.addresses[at], "a parameter has moved: call weights_moved()"
 
-    def _work(self, steps: Steps, array: Any, tensors: dict[str, torch.Tensor], states: _States | None) -> ForwardStruct:
+    def _work(self, array: Any, tensors: dict[str, torch.Tensor], states: _States | None) -> ForwardStruct:
         """Describe a forward. Its arguments must outlive it, and `_keep` is what else must."""
-        x = tensors["x"]
-        buffers = (c_void_p * len(steps.widths))(*(tensors[name].data_ptr() for name in steps.widths))
+        steps, x = self.steps, tensors["x"]
+        buffers = (c_void_p * len(steps.widths))(
+            *(tensors[name].data_ptr() if name in tensors else None for name in steps.widths)
+        )
         packed = self.kernels.packed(len(x), steps.inputs, x.dtype, steps.int8)
         for inputs, slices in steps.summed:
             packed = max(packed, self.sums.packed(len(x), inputs, slices, x.dtype), key=len)
@@ -120,42 +134,91 @@ class NativeDecoder:
         work._keep = buffers, packed, array, tensors
         return work
 
-    def _run(self, steps: Steps, array: Any, tensors: dict[str, torch.Tensor], states: _States | None) -> None:
-        self._call(steps, self._work(steps, array, tensors, states))
-
-    def _call(self, steps: Steps, work: ForwardStruct) -> None:
+    def _call(self, work: ForwardStruct) -> None:
         if error := self.kernels.library.rollout_forward(ctypes.byref(self.kernels.team()), ctypes.byref(work)):
             raise ValueError(ROW_ERRORS[error])
-        if steps.exchange is not None:
-            steps.exchange.check()
+        if self.steps.exchange is not None:
+            self.steps.exchange.check()
 
     def _run_between(
         self,
         stops: list[tuple[int, int, Callable[[], None]]],
+        last: int,
         tensors: dict[str, torch.Tensor],
         states: _States,
         calls: LayerCalls | None,
     ) -> None:
-        """Run the layers. stops: in order: a step, the one to go on with, and what is called from Python between both. calls:
-        of attention; None: it is among the stops."""
-        steps, begin = self.layers.array, 0
-        for end, then, call in [*stops, (len(steps), len(steps), lambda: None)]:
+        """Run the steps before `last`. stops: in order: a step, the one to go on with, and what is called from Python between
+        both. calls: of attention; None: it is among the stops."""
+        array, begin = self.steps.array, 0
+        for end, then, call in [*stops, (last, last, lambda: None)]:
             if end > begin:
-                part = steps if end - begin == len(steps) else (StepStruct * (end - begin))(*steps[begin:end])
-                work = self._work(self.layers, part, tensors, states)
+                part = array if end - begin == len(array) else (StepStruct * (end - begin))(*array[begin:end])
+                work = self._work(part, tensors, states)
                 if calls is not None:
                     work.attend, work.calls, work.call_bytes = calls.function, ctypes.addressof(calls.calls), calls.size
-                self._call(self.layers, work)
+                self._call(work)
             call()
             begin = then
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        tensors = self._tensors(self.head, x)
+        """Run the last norm and the head. x: [S, hidden]."""
+        widths, array = self.steps.widths, self.steps.array
+        tensors = {name: x.new_empty(len(x) * widths[name]) for name in ("normed", "logits")}
         if len(x):
-            self._run(self.head, self.head.array, tensors, None)
-        logits = tensors["logits"].view(len(x), self.head.widths["logits"])
+            head = (StepStruct * (len(array) - self.steps.head))(*array[self.steps.head :])
+            self._call(self._work(head, {**tensors, "x": x}, None))
+        return self._whole(tensors["logits"].view(len(x), widths["logits"]))
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens of the vocabulary, of those of this rank."""
         parts = parts_of_head(self.module.get_output_embeddings())
         return logits if parts is None else parts.joined(logits)
+
+
+class Room:
+    """The tensors between the steps of a forward of so many tokens, which the next one of as many overwrites."""
+
+    def __init__(self, steps: Steps, tokens: int) -> None:
+        given = {"x", "logits", "rates", *steps.rotary, *(name.replace("cos", "sin") for name in steps.rotary)}
+        self.tokens = tokens
+        self._widths = {name: width for name, width in steps.widths.items() if name not in given}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def like(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return them, flat, by name, of the dtype of x [T, hidden]."""
+        if not self._tensors:
+            self._tensors = {name: x.new_empty(self.tokens * width) for name, width in self._widths.items()}
+        return self._tensors
+
+
+class RotaryTable:
+    """Cosines and sines of positions, as a model's module computes them: in pieces of POSITIONS, each when one of its positions
+    first occurs. No rotary embedding that is served depends on the other positions of a step. kind: of layers; None: of all."""
+
+    def __init__(self, body: Any, kind: str | None) -> None:
+        self._body, self._kind = body, [] if kind is None else [kind]
+        self._pieces: dict[int, int] = {}
+        """number of a piece -> its place in the table"""
+        self._table: tuple[torch.Tensor, ...] = ()
+        """cosines and sines, [pieces · POSITIONS, numbers] each"""
+
+    def at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return cosines and sines, [T, numbers] each. positions: [1, T]; x: [T, hidden], of the dtype that they get."""
+        pieces, offsets = np.divmod(positions[0].numpy(), POSITIONS)
+        numbers = pieces.tolist()
+        for piece in numbers:
+            if piece not in self._pieces:
+                self._add(piece, x)
+        rows = torch.from_numpy(np.array([self._pieces[piece] for piece in numbers], np.int64) * POSITIONS + offsets)
+        return tuple(table.index_select(0, rows) for table in self._table)
+
+    def _add(self, piece: int, x: torch.Tensor) -> None:
+        positions = torch.arange(piece * POSITIONS, (piece + 1) * POSITIONS)[None]
+        made = [each.reshape(POSITIONS, -1) for each in self._body.rotary_emb(x[None], positions, *self._kind)]
+        need(all(each.dtype == x.dtype for each in made), "unsupported rotary embeddings")
+        self._table = tuple(map(torch.cat, zip(self._table, made, strict=True))) if self._table else tuple(made)
+        self._pieces[piece] = len(self._pieces)
 
 
 def _add_module(module: Any, tensors: dict[str, torch.Tensor], tokens: int) -> None:

@@ -8,8 +8,7 @@ A layer is made of parts, each of a few kinds, which are recognised by the names
     MLP      gated by SiLU, or by GELU approximated by tanh; any other one, such as a router and its experts, is called as the
              module that it is, between two runs of the steps
 
-    layer_steps(module)    steps of all layers
-    head_steps(module)     steps of the last norm and the LM head
+    model_steps(module)    steps of all layers, then those of the last norm and the LM head
 
 The names say nothing about the arithmetic. So a decoder made of these steps is used only where its logits have the bits of the
 module's (`rollout.engine.cpu.select_path`).
@@ -169,6 +168,8 @@ class Steps:
         """whether there are products in eight bits"""
         self.made: list[tuple[int, ctypes.Structure]] = []
         """kind and arguments of each"""
+        self.head = 0
+        """the first step after all layers"""
         self.heads: tuple[int, int, int, int] | None = None
         """query heads, KV heads, numbers of a head, and from a query's head to the next, in all layers with attention"""
         self.attends: list[int] = []
@@ -242,8 +243,9 @@ def struct_of(linear: Any) -> Linear:
     return int8_struct(linear.weight, linear.twin.data, linear.bias)
 
 
-def layer_steps(module: Any) -> Steps:
-    """Return the steps of all layers of a model; tensor 0, "x", is their input and their output. Raises NotNative."""
+def model_steps(module: Any) -> Steps:
+    """Return the steps of a model: all layers, from "x" (tensor 0) to "x"; then, from `Steps.head` on, the last norm and the LM
+    head, from "x" to "logits". Raises NotNative."""
     body, steps = module.base_model, Steps()
     names = {name for name, _ in body.named_children()}
     need(any(names == {*BODY, norm} for norm in LAST_NORMS), f"the model has other modules than {sorted(BODY)} and a norm")
@@ -255,15 +257,10 @@ def layer_steps(module: Any) -> Steps:
     steps.tensor("x", hidden)
     for layer in body.layers:
         add_layer(steps, layer, hidden, body.rotary_emb)
-    return steps
-
-
-def head_steps(module: Any) -> Steps:
-    """Return the steps from the output of the layers, "x", to "logits". Raises NotNative."""
-    body, head, steps = module.base_model, module.get_output_embeddings(), Steps()
+    steps.head = len(steps.made)
     (norm,) = (getattr(body, name) for name in LAST_NORMS if hasattr(body, name))
     steps.norm(norm, "x", "normed")
-    steps.multiply([head], "normed", norm.weight.numel(), ["logits"])
+    steps.multiply([module.get_output_embeddings()], "normed", norm.weight.numel(), ["logits"])
     return steps
 
 

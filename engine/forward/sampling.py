@@ -225,7 +225,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None
 def _cuts(batch: SamplingBatch) -> MaskedTokens | None:
     """Return the truncation of the draws; None: no draw is truncated."""
     some = _truncated(batch)
-    some[[draw for draw, _ in batch.forbidden]] = True
+    if batch.forbidden:
+        some[[draw for draw, _ in batch.forbidden]] = True
     return MaskedTokens(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
 
 

@@ -153,9 +153,9 @@ def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None, place
         group = process_group(placed.store, placed.position)
         return CarriedExchange(start.width, start.rank, config.tp, group, kernels.library)
 
-    def weigh(loaded: LoadedPart) -> Weights:
+    def weigh(loaded: LoadedPart, moved: Callable[[], None]) -> Weights:
         parts.update(parts_of(loaded.cuts, loaded.shapes, start.rank, config.tp))
-        return Weights(loaded.module)
+        return Weights(loaded.module, lay_out=moved)
 
     ranks = open_ranks(config, opened, None if placed is None else placed.position)
     try:

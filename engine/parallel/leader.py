@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,8 +127,8 @@ def lead(config: EngineConfig, followers: Followers, width: int, position: RankP
         followers.watch(exchange)
         return exchange
 
-    def weigh(loaded: LoadedPart) -> Weights:
-        return divided_weights(loaded.module, loaded.cuts, loaded.shapes, followers)
+    def weigh(loaded: LoadedPart, moved: Callable[[], None]) -> Weights:
+        return divided_weights(loaded.module, loaded.cuts, loaded.shapes, followers, moved)
 
     try:
         worker = open_rank(config, open_ranks(config, opened, position), report, weigh, Leader)

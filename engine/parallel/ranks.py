@@ -18,7 +18,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.exact_modules import sum_slices
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed, shared_bytes
-from rollout.engine.forward.model import BrokenModel, Model, in_one_line
+from rollout.engine.forward.model import BrokenModel, Model, in_one_line, weights_moved
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.sizing import PoolSizes
@@ -103,12 +103,12 @@ class RankWorker(Worker):
                 raise RankLost(f"rank {rank} of {ranks} has drawn other tokens than rank 0 within {CHECK_STEPS} steps")
 
 
-Weigh = Callable[[LoadedPart], Any]
+Weigh = Callable[[LoadedPart, Callable[[], None]], Any]
 
 
 def open_rank(config: EngineConfig, ranks: Ranks, report: Report, weigh: Weigh, kind: type[RankWorker]) -> RankWorker:
-    """Load this rank's part of the model and make its worker; all ranks do it together. weigh: makes the weights. Raises
-    ValueError, RankLost."""
+    """Load this rank's part of the model and make its worker; all ranks do it together. weigh: makes the weights; it is given
+    what to call when they have moved. Raises ValueError, RankLost."""
     report(f"loading part {ranks.exchange.rank + 1} of {config.tp} of the weights as {config.dtype}")
     try:
         loaded = load_part(config.model, getattr(torch, config.dtype), ranks.place)
@@ -119,7 +119,10 @@ def open_rank(config: EngineConfig, ranks: Ranks, report: Report, weigh: Weigh, 
     sum_slices(summed_products_of(loaded.module), Summed(SLICES // config.tp, ranks.exchange))
     model = Model(loaded.module, config.model)
     parts = WorkerParts(
-        kind, lambda model, device: weigh(loaded), partial(agreed, ranks), partial(agreed_with_states, config, ranks)
+        kind,
+        lambda model, device: weigh(loaded, partial(weights_moved, model)),
+        partial(agreed, ranks),
+        partial(agreed_with_states, config, ranks),
     )
     worker = open_worker(config, model, report, parts)
     assert isinstance(worker, kind)

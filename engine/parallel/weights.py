@@ -245,8 +245,10 @@ class StagedMemory:
 class DividedWeights(Weights):
     """`Weights` of a replica of several ranks, on rank 0. inventory: of its parts."""
 
-    def __init__(self, module: torch.nn.Module, inventory: PartInventory, ranks: OtherRanks) -> None:
-        super().__init__(module, inventory=inventory)
+    def __init__(
+        self, module: torch.nn.Module, inventory: PartInventory, ranks: OtherRanks, lay_out: Callable[[], None]
+    ) -> None:
+        super().__init__(module, lay_out=lay_out, inventory=inventory)
         self._ranks = ranks
         self._parts_of = inventory.parts
         dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
@@ -333,9 +335,13 @@ class DividedWeights(Weights):
 
 
 def divided_weights(
-    module: Any, cuts: Mapping[str, Cut], shapes: Mapping[str, Sequence[int]], ranks: OtherRanks
+    module: Any,
+    cuts: Mapping[str, Cut],
+    shapes: Mapping[str, Sequence[int]],
+    ranks: OtherRanks,
+    lay_out: Callable[[], None],
 ) -> DividedWeights:
-    """Make the weights of rank 0. cuts, shapes: of the whole model's tensors."""
+    """Make the weights of rank 0. cuts, shapes: of the whole model's tensors. lay_out: as of `Weights`."""
     count = len(ranks.staged_fds) + 1
     parts = [parts_of(cuts, shapes, rank, count) for rank in range(count)]
-    return DividedWeights(module, PartInventory(module, parts, ranks), ranks)
+    return DividedWeights(module, PartInventory(module, parts, ranks), ranks, lay_out)

@@ -155,7 +155,7 @@ def test_a_changed_step_has_other_bits(what: str) -> None:
     name, kind, change_it = CHANGES[what]
     served = natively(name, here()[0])
     assert torch.equal(logits(served, 20, each=5), want := logits(served, 20, transformers=True, each=5))
-    for its, step in served.decoder.layers.made:
+    for its, step in served.decoder.steps.made:
         if its == kind:
             change_it(step)
     assert not torch.equal(logits(served, 20, each=5), want)
@@ -167,7 +167,7 @@ def test_other_products_are_seen(isa: str) -> None:
     want = logits(served, 37)
     plain_products(served.module)
     assert not torch.equal(logits(served, 37, transformers=True), want)
-    next(what for kind, what in served.decoder.layers.made if kind == NORM).norm.eps *= 2
+    next(what for kind, what in served.decoder.steps.made if kind == NORM).norm.eps *= 2
     assert not torch.equal(logits(served, 37), want)
 
 
@@ -301,6 +301,9 @@ def test_new_weights_are_seen(name: str) -> None:
     assert not torch.equal(new, old) and torch.equal(new, logits(served, 5, transformers=True))
     for parameter in served.module.parameters():
         parameter.data = parameter.data * 0.5
+    with pytest.raises(AssertionError, match="a parameter has moved"):
+        logits(served, 5)
+    served.decoder.weights_moved()
     halved = logits(served, 5)
     assert not torch.equal(halved, new) and torch.equal(halved, logits(served, 5, transformers=True))
 

@@ -12,7 +12,7 @@ from rollout.engine.cpu import select_path
 from rollout.engine.cpu.decoder import NativeDecoder
 from rollout.engine.cpu.exact_modules import ExactLinear
 from rollout.engine.cpu.kernels import choose
-from rollout.engine.cpu.layer_steps import NotNative, layer_steps
+from rollout.engine.cpu.layer_steps import NotNative, model_steps
 from rollout.engine.cpu.products import products_of
 from rollout.engine.forward.model import Model
 from tests.support.equipped import equip
@@ -140,7 +140,7 @@ def test_torch_bits_are_found_out() -> None:
 
 def test_layers_of_another_kind_are_refused() -> None:
     with pytest.raises(NotNative, match="unsupported decoder layer"):
-        layer_steps(tiny("olmo2"))
+        model_steps(tiny("olmo2"))
 
 
 @native
