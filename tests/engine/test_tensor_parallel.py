@@ -277,6 +277,7 @@ def adapted(model: PreTrainedModel, more: tuple[str, ...] = ()) -> list[str]:
     return [name for name, each in model.named_parameters() if each.ndim == 2 and any(f"{one}.w" in name for one in wanted)]
 
 
+@pytest.mark.some(2)
 @of_replicas(ALL)
 def test_an_adapter_gives_all_numbers_of_ranks_the_same_weights(replicas: Replicas) -> None:
     """One after the other, with a refresh of whole tensors in between, and tensors that come whole with an adapter: the last

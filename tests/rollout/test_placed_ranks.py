@@ -69,7 +69,8 @@ def started(folder: Path, how: str, timeout_s: float = 60.0) -> Iterator[list[su
             each.wait()
 
 
-@pytest.mark.parametrize("how", [HOSTS, *(pytest.param(each, marks=pytest.mark.long) for each in (TORCHRUN, NODES))])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [HOSTS, TORCHRUN, NODES])
 def test_placed_ranks_have_the_samples_of_one_and_one_fate(tmp_path: Path, how: str) -> None:
     """Before and after a refresh. A rank that is killed ends all."""
     asked, sampling = list(range(3, 40)), Sampling(n=4, seed=1, max_tokens=12, ignore_eos=True)
