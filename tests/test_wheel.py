@@ -182,6 +182,7 @@ def python_in(
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.long  # `make test-arithmetic` runs it
 def test_every_public_name_of_an_installed_tree_can_be_imported(tree: Path, tmp_path: Path) -> None:
     modules = public(tree)
     assert {"rollout", "rollout.engine", "rollout.client", "rollout.exact"} <= set(modules) and len(modules) >= 7

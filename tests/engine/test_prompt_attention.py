@@ -155,6 +155,7 @@ def test_it_is_tried_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.prompts is None and other.arithmetic == name
 
 
+@pytest.mark.long
 def test_an_engine_with_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are those of tiles up to rounding, of fused layers too, and the status names the kernel."""
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)

@@ -771,7 +771,8 @@ def test_a_state_is_written_where_it_is_drawn() -> None:
 # the commands
 
 
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # `make ray` runs two replicas of a real model as well
+@pytest.mark.parametrize("killed", [False, True])
 def test_serve_replicas(tiny_config: Config, tmp_path: Path, killed: bool) -> None:
     """As a user runs it, with a real model: two replicas make what one engine makes, over a refresh. The router has no torch.
     killed: one of them is, and is back with the weights that were refreshed meanwhile; hash engines show that as well."""
