@@ -100,8 +100,9 @@ def scored(made: Any, samples: dict[tuple[str, int], Sample], patch: pytest.Monk
     ],
 )
 def test_a_trainer_has_the_bits_of_fused_layers(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a padded batch. The negative control is an exact trainer without the kernels of fused layers; in bf16, where a last
-    bit of fp32 is seldom seen, one without exact products too."""
+    """In a padded batch. The negative control is an exact trainer that multiplies silu · up in another order; in bf16, where a
+    last bit of fp32 is seldom seen, one without exact products. One without the kernels of fused layers may have the same bits:
+    the interpreter takes numpy's exp, which is torch's on some CPUs."""
     samples, engine = served(model(family, dtype))
     assert isinstance(engine.model.decoder, FusedDecoder) and engine.arithmetic.startswith("exact/1/fused+triton/1/t")
     assert on_device.is_fused(engine.arithmetic)
@@ -110,10 +111,12 @@ def test_a_trainer_has_the_bits_of_fused_layers(family: str, dtype: torch.dtype,
     for found, sample in zip(scored(made, samples, monkeypatch), samples.values(), strict=True):
         assert found.tobytes() == sample.logprobs.tobytes()
     wide = dtype == torch.float32
-    control = trainer(model(family, dtype), fused=False) if wide else model(family, dtype)
+    control = trainer(model(family, dtype)) if wide else model(family, dtype)
     ids = torch.arange(3, 29, device=DEVICE)[None]
     with torch.no_grad():
-        ours, other = (each(input_ids=ids, use_cache=False).logits for each in (made, control))
+        ours = made(input_ids=ids, use_cache=False).logits
+        monkeypatch.setattr("rollout.exact.fused.silu_mul", lambda gate, up: gate * (gate.sigmoid() * up))
+        other = control(input_ids=ids, use_cache=False).logits
     assert not torch.equal(ours, other)
     torch.testing.assert_close(ours, other, rtol=1e-4 if wide else 0.05, atol=1e-4 if wide else 0.1)
 
@@ -161,13 +164,11 @@ def test_heads_are_turned_as_torch_turns_them(normed: bool) -> None:
 
 
 def test_silu_mul_and_its_gradients() -> None:
-    """Near torch's, and of other bits in some of many numbers."""
     generator = torch.Generator().manual_seed(0)
     gate, up, grad = ((torch.randn(2, 3, 700, generator=generator) * 3).to(DEVICE) for _ in range(3))
     given = gate.requires_grad_(), up.requires_grad_()
     made, want = silu_mul(*given), silu(gate) * up
     torch.testing.assert_close(made, want)
-    assert not torch.equal(made, want)
     for mine, theirs in zip(torch.autograd.grad(made, given, grad), torch.autograd.grad(want, given, grad), strict=True):
         torch.testing.assert_close(mine, theirs)
 
