@@ -65,7 +65,7 @@ def small_engine(capture: type[Captured] | None) -> tuple[Engine, Captured | Non
     if capture is None:
         return engine, None
     stub = capture(engine)
-    engine.worker.graphs = StepGraphs(engine.model.forward, largest(24, 64), engine.model.device, lambda: stub)
+    engine.worker.graphs = StepGraphs(engine.model.forward, largest(24, 32), engine.model.device, lambda: stub)
     return engine, stub
 
 
