@@ -28,8 +28,9 @@ from rollout.engine.cpu.build import NativeUnavailable, compile_library, find_co
 from rollout.engine.cpu.isa import ISAS  # noqa: E402
 
 LIBRARIES = "rollout/engine/cpu/lib"
-SMALLER = ["-s", "-fno-asynchronous-unwind-tables"]
-"""flags: without symbols and tables for debuggers"""
+SMALLER = ["-s", "-fno-asynchronous-unwind-tables", "-O2"]
+"""flags: without symbols and tables for debuggers, and with a sixth less code, whose products take up to 2 % longer at 128
+rows and as long at few: with all of it a client's environment would have more than 100 MB"""
 COMPILE_TIMEOUT_S = 1800
 """for each library, on a busy machine"""
 BESIDE = ("engine", "transport", "recipes")
