@@ -88,7 +88,7 @@ class LayerCalls(NamedTuple):
     """bytes of one call"""
 
 
-class LayersAsked:
+class LayerScores:
     """What all layers of a model ask of attention, as the kernel reads it. They have neither soft caps nor sinks."""
 
     def __init__(self, scores: list[Scores]) -> None:
@@ -258,7 +258,7 @@ class NativeAttention:
 
     def layer_calls(
         self,
-        asked: LayersAsked,
+        asked: LayerScores,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

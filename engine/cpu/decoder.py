@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rollout.engine.cpu.attention import LayerCalls, LayersAsked, NativeAttention
+from rollout.engine.cpu.attention import LayerCalls, LayerScores, NativeAttention
 from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.functions import in_whole_vectors
 from rollout.engine.cpu.int8_modules import codes_in
@@ -60,12 +60,12 @@ class NativeDecoder:
         self.addresses = self._addresses()
         """of the parameters that the steps read"""
         self._checked = 0
-        self._room = Room(self.steps, 0)
+        self._kept = ForwardBuffers(self.steps, 0)
         self.rotary = {name: RotaryTable(self.body, kind) for name, kind in self.steps.rotary.items()}
         scores = plain_scores(asked)
         need(scores is not None, "attention with sinks or soft caps")
         self.attention: list[Scores] = scores or []
-        self.asked = LayersAsked(self.attention)
+        self.asked = LayerScores(self.attention)
         need(len(self.attention) == len(self.steps.attends), "attention in other layers than expected")
 
     def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
@@ -73,10 +73,10 @@ class NativeDecoder:
         n = batch.num_tokens
         self._check_next_address()
         steps, x = self.steps, self.body.embed_tokens(batch.input_ids[0, :n])
-        room = self._room if self._room.tokens == n else Room(steps, n)
+        buffers = self._kept if self._kept.tokens == n else ForwardBuffers(steps, n)
         if n <= KEPT_TOKENS:
-            self._room = room
-        tensors = {**room.like(x), "x": x}
+            self._kept = buffers
+        tensors = {**buffers.like(x), "x": x}
         for name, table in self.rotary.items():
             tensors[name], tensors[name.replace("cos", "sin")] = table.at(batch.position_ids[:, :n], x)
         if steps.decays:  # torch's exp has other bits than ours
@@ -176,7 +176,7 @@ class NativeDecoder:
         return logits if parts is None else parts.joined(logits)
 
 
-class Room:
+class ForwardBuffers:
     """The tensors between the steps of a forward of so many tokens, which the next one of as many overwrites."""
 
     def __init__(self, steps: Steps, tokens: int) -> None:
