@@ -79,6 +79,18 @@ INLINE vf exp2_(vf x, int coarse) {
 #endif
 }
 
+/* Store x ≥ 0, which is no denormal number, as bf16, and return it rounded. */
+INLINE vf store_rounded(bf16 *to, vf x) {
+#ifdef __AVX512BF16__
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh((__m512)x); /* rounds as `rounded` does, but takes denormal numbers for zero */
+    _mm256_storeu_si256((__m256i *)to, halves);
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#else
+    store_bf16(to, x);
+    return rounded(x);
+#endif
+}
+
 /* ---- the one product: acc[query][lane] += sum over steps of A[query][step] · B[step][lane] ---- */
 
 /* What a step multiplies: fp32 numbers; pairs of bf16, widened, the odd ones first; or pairs, by vdpbf16ps, which does the same in
@@ -348,11 +360,10 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
         UNROLL for (int p = 0; p < PARTS; p++) sum[p] = load(l + p * VL) * all(shrink[i]);
         for (int x = 0; x < vectors; x++) {
             vf p = exp2_(fma_(load(scores + x * VL), all(c->scale), all(-top[i])), is_bf16);
-            if (is_bf16) p = rounded(p);
             if (kind == PAIRS)
-                store_bf16((bf16 *)weights + x * VL, p);
+                p = store_rounded((bf16 *)weights + x * VL, p);
             else
-                store(weights + x * VL, p);
+                store(weights + x * VL, is_bf16 ? p = rounded(p) : p);
             sum[x % PARTS] += p;
         }
         UNROLL for (int p = 0; p < PARTS; p++) store(l + p * VL, sum[p]);

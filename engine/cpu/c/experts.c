@@ -34,8 +34,9 @@ INLINE Linear weights_of(const Grouped *g, int64_t group, int half) {
     return l;
 }
 
-/* The group of an item, where `before` counts the items of the groups before each; from `group` on. */
+/* The group of an item, where `before` counts the items of the groups before each; it is probably near `group`. */
 INLINE int64_t group_of(const Grouped *g, const int64_t *before, int64_t each, int64_t item, int64_t group) {
+    while (item < each * before[group]) group--;
     while (group < g->groups && item >= each * before[group + 1]) group++;
     return group;
 }
@@ -50,8 +51,9 @@ static void gather(Worker *w, const Grouped *g, const Product *product, int64_t 
         for (int64_t r = at; g->k && r < at + rows; r++)
             memcpy((char *)g->gathered + r * row, (const char *)g->x + g->choice[r] / g->k * row, (size_t)row);
         if (packed_block) {
-            Region own = {0};
-            Worker alone = {&own, 0, 1};
+            Region region;
+            Share share;
+            Worker alone = alone_in(&region, &share);
             const void *from = g->k ? g->gathered : g->x;
             product->pack(&alone, &g->all, (const char *)from + at * row, rows, (char *)g->packed + i * packed_block);
         }
@@ -80,13 +82,13 @@ static void grouped(void *worker, void *work) {
         const int64_t panel = local / parts * span, first = local % parts * ROWS, left = panels(&any, product) - panel;
         const Linear l[2] = {weights_of(g, group, 0), weights_of(g, group, 1)};
         Ahead next = {NULL, NULL};
-        const int64_t then = group_of(g, g->parts, spans, i + w->threads, group);
+        const int64_t then = group_of(g, g->parts, spans, i + 1, group);
         if (then < g->groups) {
             const Linear of = weights_of(g, then, 0);
-            const int64_t at = i + w->threads - spans * g->parts[then];
-            next = panel_of(&of, at / (g->parts[then + 1] - g->parts[then]), NULL, product);
+            const int64_t at = i + 1 - spans * g->parts[then];
+            next = panel_of(&of, at / (g->parts[then + 1] - g->parts[then]), product);
         }
-        const Ahead ahead[2] = {g->gated ? panel_of(&l[1], panel, NULL, product) : next, next};
+        const Ahead ahead[2] = {g->gated ? panel_of(&l[1], panel, product) : next, next};
         const Products p = {.l = {&l[0], &l[1]}, .count = 1, .gated = (int)g->gated, .rows = rows_of(g, group),
                             .out = {(char *)g->out + bytes_of(&any, g->begin[group] * any.outputs)}};
         const char *x = packed_block ? (const char *)g->packed + g->blocks[group] * packed_block

@@ -200,10 +200,28 @@ static void norm_rows(Worker *w, const Forward *f, const NormStep *s) {
     }
 }
 
-static void multiply_rows(Worker *w, const Forward *f, const MultiplyStep *s, const Linear *then) {
+/* Set what is multiplied after step `i`. */
+static void set_next(Products *p, const Forward *f, int64_t i) {
+    while (++i < f->count) {
+        const MultiplyStep *products = f->steps[i].what;
+        const SumStep *sum = f->steps[i].what;
+        if (f->steps[i].kind == MULTIPLY) {
+            p->then = products->l, p->then_count = products->gated ? 1 : products->count;
+            return;
+        }
+        if (f->steps[i].kind == SUM) {
+            p->then = &sum->l, p->then_count = 1;
+            return;
+        }
+    }
+}
+
+static void multiply_rows(Worker *w, const Forward *f, int64_t i) {
+    const MultiplyStep *s = f->steps[i].what;
     Products p = {.count = (int)s->count, .gated = (int)s->gated, .x = f->buffers[s->source], .rows = f->tokens,
-                  .residual = s->residual == NONE ? NULL : f->buffers[s->residual], .packed = f->packed, .then = then};
-    for (int64_t i = 0; i < s->count; i++) p.l[i] = &s->l[i], p.out[i] = s->to[i] == NONE ? NULL : f->buffers[s->to[i]];
+                  .residual = s->residual == NONE ? NULL : f->buffers[s->residual], .packed = f->packed};
+    for (int64_t j = 0; j < s->count; j++) p.l[j] = &s->l[j], p.out[j] = s->to[j] == NONE ? NULL : f->buffers[s->to[j]];
+    set_next(&p, f, i);
     linear(w, &p);
 }
 
@@ -292,14 +310,6 @@ static void gated_norm_rows(Worker *w, const Forward *f, const GatedNormStep *s)
 
 static void wait_for_team(void *worker) { barrier(worker); }
 
-/* The weights that are read next after step `i`, or NULL. */
-INLINE const Linear *weights_after(const Forward *f, int64_t i) {
-    while (++i < f->count)
-        if (f->steps[i].kind == MULTIPLY) return ((const MultiplyStep *)f->steps[i].what)->l;
-        else if (f->steps[i].kind == SUM) return &((const SumStep *)f->steps[i].what)->l;
-    return NULL;
-}
-
 static void forward(void *worker, void *work) {
     Worker *w = worker;
     const Forward *f = work;
@@ -307,7 +317,7 @@ static void forward(void *worker, void *work) {
         const void *what = f->steps[i].what;
         switch (f->steps[i].kind) {
             case NORM: norm_rows(w, f, what); break;
-            case MULTIPLY: multiply_rows(w, f, what, weights_after(f, i)); break;
+            case MULTIPLY: multiply_rows(w, f, i); break;
             case HEADS: turn_heads(w, f, what); break;
             case ATTEND: f->attend(f->calls + ((const AttendStep *)what)->layer * f->call_bytes, wait_for_team, w); break;
             case GATE: gate_rows(w, f, what); break;

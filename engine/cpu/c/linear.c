@@ -45,13 +45,25 @@ INLINE void finish(const Products *p, int which, const float *sum, const float *
     put(p->out[which], to, n, y, is_bf16);
 }
 
+enum { SOON = 8 }; /* rows of outputs whose lines are fetched ahead: they are too far apart for the hardware's prefetcher */
+INLINE void fetch_outputs(const Products *p, int which, int64_t row, int64_t from, int64_t n) {
+    const Linear *l = p->l[which];
+    const int64_t at = bytes_of(l, row * l->outputs + from), size = bytes_of(l, n);
+    for (int64_t line = 0; line < size; line += 64) {
+        __builtin_prefetch((const char *)p->out[which] + at + line, 1, 3);
+        if (p->residual) __builtin_prefetch((const char *)p->residual + at + line, 0, 3);
+    }
+}
+
 INLINE void finish_panel(const Products *p, int which, const Product *product, int64_t panel, int64_t first, int64_t rows,
                          const float *sum, const float *other, int is_bf16) {
     const int64_t from = panel * product->panel, left = p->l[which]->outputs - from;
     const int64_t width = left < product->panel ? left : product->panel;
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows; r++) {
+        if (r + SOON < rows) fetch_outputs(p, which, first + r + SOON, from, width);
         for (int64_t v = 0; v < width; v += VL)
             finish(p, which, sum + r * PANEL + v, other + r * PANEL + v, first + r, from + v, width - v, is_bf16);
+    }
 }
 
 static void finish_rows(const Products *p, int which, const Product *product, int64_t panel, int64_t first, int64_t rows,
@@ -81,7 +93,35 @@ void multiply_panels(const Products *p, const Product *product, int64_t panel, i
         finish_rows(p, 0, product, panel + i, 0, p->rows, s->sum[0] + i * FEW * PANEL, s->sum[1]);
 }
 
-/* Work: (panel, block of ROWS rows); two panels at once if gated. */
+/* The panels of matrices whose panels are numbered one after the other; of gated ones those of the first. */
+typedef struct {
+    int64_t parts[MOST_PRODUCTS], all;
+    int count;
+} Panels;
+INLINE Panels panels_of(const Linear *const *l, int count, const Product *product) {
+    Panels p = {.count = count};
+    for (int i = 0; i < count; i++) p.all += p.parts[i] = panels(l[i], product);
+    return p;
+}
+INLINE int which_of(const Panels *p, int64_t *panel) {
+    int which = 0;
+    while (*panel >= p->parts[which]) *panel -= p->parts[which++];
+    return which;
+}
+
+/* What this worker multiplies first of `p->then`, if anything follows. */
+static Ahead first_of_next(const Worker *w, const Products *p, const Product *product) {
+    const Linear *l[MOST_PRODUCTS];
+    for (int64_t i = 0; i < p->then_count; i++) l[i] = p->then + i;
+    const Panels next = panels_of(l, (int)p->then_count, product);
+    int64_t panel = share_of(next.all, w->id, w->threads);
+    if (panel >= next.all) return (Ahead){NULL, NULL};
+    const int which = which_of(&next, &panel);
+    return panel_of(l[which], panel, product);
+}
+
+/* Work: (panel, block of ROWS rows); two panels at once if gated. A worker's share is some panels; or, where there are blocks enough, some
+   rows, which are those that it has in what is done row by row. */
 void linear(Worker *w, const Products *p) {
     const Tuning *tuning = w->region->team->tuning;
     const Product *product = product_for(p->l[0], tuning);
@@ -92,17 +132,17 @@ void linear(Worker *w, const Products *p) {
         barrier(w);
         x = p->packed;
     }
-    int64_t parts[MOST_PRODUCTS] = {0}, all_parts = 0;
-    for (int i = 0; i < (p->gated ? 1 : p->count); i++) all_parts += parts[i] = panels(p->l[i], product);
-    const int64_t blocks = (p->rows + ROWS - 1) / ROWS;
+    const Panels of = panels_of(p->l, p->gated ? 1 : p->count, product);
+    const int64_t blocks = (p->rows + ROWS - 1) / ROWS, items = of.all * blocks, end = share_of(items, w->id + 1, w->threads);
+    const int by_rows = blocks >= 2 * w->threads;
     if (product->begin) product->begin();
-    for (int64_t i; (i = take(w, all_parts * blocks)) >= 0;) {
-        int64_t panel = i / blocks, first = i % blocks * ROWS;
-        int which = 0;
-        while (panel >= parts[which]) panel -= parts[which++];
-        const Linear *l = p->l[which], *then = !p->gated && which + 1 < p->count ? p->l[which + 1] : p->then;
-        const Ahead ahead[2] = {panel_of(l, panel + w->threads, then, product),
-                                p->gated ? panel_of(p->l[1], panel + w->threads, NULL, product) : (Ahead){NULL, NULL}};
+    for (int64_t i; (i = take(w, items)) >= 0;) {
+        int64_t panel = by_rows ? i % of.all : i / blocks, next = panel + 1;
+        const int64_t first = (by_rows ? i / of.all : i % blocks) * ROWS;
+        const int last = next == of.all || (!by_rows && next == (end + blocks - 1) / blocks);
+        const int which = which_of(&of, &panel), after = last ? which : which_of(&of, &next);
+        const Ahead ahead[2] = {last ? first_of_next(w, p, product) : panel_of(p->l[after], next, product),
+                                p->gated && !last ? panel_of(p->l[1], next, product) : (Ahead){NULL, NULL}};
         multiply_panel(p, product, which, panel, ahead, x, first, tuning, s);
     }
     if (product->end) product->end();
@@ -121,7 +161,7 @@ void rollout_linear(const Team *team, const Linear *l, const void *x, int64_t ro
 void rollout_linears(const Team *team, const Linear *l, int64_t count, const void *x, int64_t rows, void *packed, void *out) {
     for (int64_t i = 0; i < count; i++) {
         Products work = {.l = {l + i}, .out = {out}, .count = 1, .x = x, .rows = rows, .packed = packed,
-                         .then = i + 1 < count ? l + i + 1 : NULL};
+                         .then = l + i + 1, .then_count = i + 1 < count};
         run(team, alone, &work);
     }
 }

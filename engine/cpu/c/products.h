@@ -51,13 +51,9 @@ INLINE int64_t panels(const Linear *l, const Product *product) { return (l->outp
 
 HIDDEN Ahead codes_of_panel(const Linear *l, int64_t panel); /* of product_int8.c */
 
-/* The weights of a panel, which lie together. After the last one: the panels of the next product, if any. */
-INLINE Ahead panel_of(const Linear *l, int64_t panel, const Linear *then, const Product *product) {
-    if (panel >= panels(l, product)) {
-        if (!then || panel - panels(l, product) >= panels(then, product)) return (Ahead){NULL, NULL};
-        panel -= panels(l, product), l = then;
-    }
-    if (l->by_input) return (Ahead){NULL, NULL}; /* scattered */
+/* The weights of a panel, which lie together; nothing where there is no such panel. */
+INLINE Ahead panel_of(const Linear *l, int64_t panel, const Product *product) {
+    if (panel >= panels(l, product) || l->by_input) return (Ahead){NULL, NULL}; /* by input: scattered */
     if (l->int8) return codes_of_panel(l, panel);
     const int64_t left = l->outputs - panel * product->panel, outputs = left < product->panel ? left : product->panel;
     const char *w = (const char *)l->w + bytes_of(l, panel * product->panel * l->row);
@@ -80,8 +76,9 @@ typedef struct {
     int count, gated;
     const void *x, *residual;
     int64_t rows;
-    void *packed;       /* room for `packed_bytes` */
-    const Linear *then; /* whose weights are read next, or NULL */
+    void *packed; /* room for `packed_bytes` */
+    const Linear *then; /* whose weights are read next, `then_count` of them: work of one list of panels */
+    int64_t then_count;
 } Products;
 HIDDEN void linear(Worker *w, const Products *p); /* by all threads of a region; ends without a barrier */
 

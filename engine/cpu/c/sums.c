@@ -116,8 +116,9 @@ static const char *pack_slices(Worker *w, const Sum *p, const Product *product, 
         for (int64_t r = 0; r < rows; r++)
             memcpy(to + r * width, (const char *)p->x + ((first + r) * p->slices + i) * width, (size_t)width);
         if (as_it_lies) continue;
-        Region own = {0};
-        Worker alone = {&own, 0, 1};
+        Region region;
+        Share share;
+        Worker alone = alone_in(&region, &share);
         product->pack(&alone, &l, to, rows, packed + i * each);
     }
     return packed;
@@ -172,7 +173,7 @@ static void multiply_branch(Worker *w, const Sum *p, const Product *product, con
         const int64_t panel = i / blocks, first = i % blocks * ROWS, at = panel * product->panel;
         const int64_t width = l.outputs - at < product->panel ? l.outputs - at : product->panel;
         Branch b = {p, product, w->region->team->tuning, x, each, panel, first, rows - first < ROWS ? rows - first : ROWS,
-                    panel_of(&p->l, panel + w->threads, NULL, product), &room};
+                    panel_of(&p->l, panel + 1, product), &room};
         add_up(&b, 0, p->slices, 0);
         for (int64_t r = 0; r < b.rows; r++)
             memcpy(part + (first + r) * l.outputs + at, room.level[0] + r * PANEL, 4 * (size_t)width);

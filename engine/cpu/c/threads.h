@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -56,31 +57,49 @@ typedef struct {
     const Tuning *tuning; /* of products */
 } Team;
 
+/* How many pieces of a thread's share of the work are taken. */
+typedef struct {
+    int64_t taken[2]; /* of this phase and of the one after it */
+} __attribute__((aligned(64))) Share;
+
 typedef struct {
     const Team *team;
     void (*body)(void *, void *);
     void *work;
-    int64_t next[2];                 /* of this phase and of the one after it */
+    Share *shares; /* [threads] */
+    int32_t entered;
     int32_t arrived, phase, asleep; /* of the barrier; `phase` is a futex */
 } Region;
 typedef struct {
     Region *region;
-    int phase, threads;
+    int phase, threads, id;
+    int finished; /* shares of this phase in which nothing is left, from its own on */
 } Worker;
 
-/* The next piece of work of this phase, or -1. */
+/* The first piece of a worker's share. */
+INLINE int64_t share_of(int64_t items, int64_t id, int64_t threads) { return items * id / threads; }
+
+/* The next piece of work of this phase, or -1: of the worker's own share, which is the same part of each phase so that it finds in its
+   core's cache what it has written before; then of the shares of those that are slower. */
 INLINE int64_t take(Worker *w, int64_t items) {
-    const int64_t i = __atomic_fetch_add(&w->region->next[w->phase % 2], 1, __ATOMIC_RELAXED);
-    return i < items ? i : -1;
+    for (; w->finished < w->threads; w->finished++) {
+        const int id = (w->id + w->finished) % w->threads;
+        const int64_t i = share_of(items, id, w->threads) +
+                          __atomic_fetch_add(&w->region->shares[id].taken[w->phase % 2], 1, __ATOMIC_RELAXED);
+        if (i < share_of(items, id + 1, w->threads)) return i;
+    }
+    return -1;
 }
 
 /* Wait for all threads: awake for some 10 µs, then asleep, as the one that is missing may need this very core. */
 static void barrier(Worker *w) {
     Region *r = w->region;
     const int32_t phase = w->phase++;
+    w->finished = 0;
     if (__atomic_add_fetch(&r->arrived, 1, __ATOMIC_SEQ_CST) == w->threads) {
         __atomic_store_n(&r->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&r->next[phase % 2], 0, __ATOMIC_RELAXED); /* for the phase after the next one */
+        for (int i = 0; i < w->threads; i++) /* for the phase after the next one */
+            __atomic_store_n(&r->shares[i].taken[phase % 2], 0, __ATOMIC_RELAXED);
         __atomic_store_n(&r->phase, phase + 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&r->asleep, __ATOMIC_SEQ_CST))
             wake_all(&r->phase);
@@ -96,16 +115,27 @@ static void barrier(Worker *w) {
     __atomic_sub_fetch(&r->asleep, 1, __ATOMIC_SEQ_CST);
 }
 
+/* A worker that is alone in its region, with `share` for its pieces. */
+INLINE Worker alone_in(Region *r, Share *share) {
+    *share = (Share){{0}};
+    *r = (Region){.shares = share};
+    return (Worker){.region = r, .threads = 1};
+}
+
 static void enter(void *region) {
     Region *r = region;
-    Worker w = {r, 0, r->team->threads > 1 && r->team->parallel ? r->team->team() : 1};
+    Worker w = {.region = r, .threads = r->team->threads > 1 && r->team->parallel ? r->team->team() : 1,
+                .id = __atomic_fetch_add(&r->entered, 1, __ATOMIC_RELAXED)};
     r->body(&w, r->work);
 }
 
 static void run(const Team *team, void (*body)(void *, void *), void *work) {
-    Region region = {.team = team, .body = body, .work = work};
-    if (team->threads > 1 && team->parallel)
-        team->parallel(enter, &region, (unsigned)team->threads, 0);
+    const int64_t threads = team->threads > 1 && team->parallel ? team->threads : 1;
+    Share shares[threads];
+    memset(shares, 0, sizeof shares);
+    Region region = {.team = team, .body = body, .work = work, .shares = shares};
+    if (threads > 1)
+        team->parallel(enter, &region, (unsigned)threads, 0);
     else
         enter(&region);
 }

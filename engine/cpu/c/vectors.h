@@ -193,9 +193,13 @@ INLINE vf load_some_bf16(const bf16 *p, int64_t n, float fill) {
     return choose(first_lanes(n), load_bf16(lanes), all(fill));
 }
 INLINE void store_some_bf16(bf16 *p, int64_t n, vf x) {
+    if (n >= VL) {
+        store_bf16(p, x);
+        return;
+    }
     bf16 lanes[VL];
     store_bf16(lanes, x);
-    memcpy(p, lanes, 2 * (size_t)(n < VL ? n : VL));
+    memcpy(p, lanes, 2 * (size_t)n);
 }
 
 /* ---- functions, in the bits of Sleef's *_u10 with FMA (Shibata & Petrogalli 2020), which torch's vectors use ---- */
