@@ -7,9 +7,9 @@
     floor     the larger of the two
 
 The peak is that of the service's instruction set, on registers alone (c/peaks.c); if the service computes with torch, that of
-the CPU's best set. The rate depends on the size, because small data stays in a cache. Attention among prompt tokens, norms,
-rotary embeddings and host work count as zero, and computing and reading overlap fully. So the floor is a bound rather than a
-goal, and a run above it is an error (`BoundBroken`).
+the CPU's best set. The rate depends on the size, because small data stays in a cache. Norms, rotary embeddings, the exponentials
+of attention and host work count as zero, and computing and reading overlap fully. So the floor is a bound rather than a goal,
+and a run above it is an error (`BoundBroken`).
 
 Peak and rates are the best of several measurements, before and after the runs; the worst one is reported too. On a busy machine
 a measurement is too low, never too high. If a run is above the floor, both are measured once more before the error."""
@@ -240,13 +240,16 @@ def work_of(shape: Shape, workload: Workload, prefilled: float, steps: float) ->
     own.
 
     A child's first token comes from the last prompt token; each further token needs a forward of its own, after the
-    previous."""
+    previous. A prompt token attends to itself and to those before it."""
     prompt, new = (each.astype(np.int64) for each in workload.lengths())
     children = workload.prompts * workload.n
     after = [np.arange(1, n) for n in new]  # own tokens that each further token of a child attends to
     prefix = [np.minimum(p, np.maximum(shape.window - each, 0)) for p, each in zip(prompt, after, strict=True)]
     suffix = [np.minimum(each, shape.window) for each in after]
     seen = workload.n * float(sum(each.sum() for each in (*prefix, *suffix)))
+    each_prompt = np.minimum(prompt, prefilled / workload.prompts)  # the division that is least work
+    early = np.minimum(each_prompt, shape.window)
+    among = float((early * (early + 1) / 2 + (each_prompt - early) * early).sum())
     further = workload.total_new_tokens - children
     rows = further + workload.prompts
     passes = steps * float(new.mean())
@@ -259,7 +262,7 @@ def work_of(shape: Shape, workload: Workload, prefilled: float, steps: float) ->
     return WorkloadCost(
         flops={
             "products": 2.0 * shape.layers * (min(float(prompt.sum()), prefilled) + further) + 2.0 * shape.head * rows,
-            "attention": shape.attention * seen,
+            "attention": shape.attention * (seen + among),
         },
         reads={
             "weights": (shape.layers + shape.head, passes),

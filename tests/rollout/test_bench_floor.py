@@ -48,7 +48,7 @@ def test_the_work_is_counted(tiny_model: Path) -> None:
     shape = shape_of(tiny_model)
     assert (shape.layers, shape.head, shape.kv_numbers, shape.attention) == (LAYERS, HEAD, KV, 4 * 4 * 8 * 2)
     work = work_of(shape, TINY, 1e9, 1.0)
-    seen = 4 * sum(32 + t for t in range(1, 8))
+    seen = 4 * sum(32 + t for t in range(1, 8)) + 2 * sum(range(1, 33))
     assert work.flops == {"products": 2 * LAYERS * (64 + 28) + 2 * HEAD * 30, "attention": shape.attention * seen}
     numbers = {name: size * times for name, (size, times) in work.reads.items()}
     assert numbers == pytest.approx(
@@ -60,11 +60,14 @@ def test_the_work_is_counted(tiny_model: Path) -> None:
         }
     )
     windowed = work_of(shape._replace(window=10), TINY, 1e9, 1.0)
-    assert windowed.flops["attention"] == shape.attention * 4 * 7 * 10, "a window bounds what a query sees"
+    among = 2 * (sum(range(1, 11)) + 22 * 10)
+    assert windowed.flops["attention"] == shape.attention * (4 * 7 * 10 + among), "a window bounds what a query sees"
     halved = work_of(shape, TINY, 16, 0.5)
     assert halved.reads["weights"][1] == 4 and halved.flops["products"] == work.flops["products"] - 2 * LAYERS * 48, (
         "drafts save steps and nothing else, a prefix that was there is not computed"
     )
+    cached = 2 * (sum(range(1, 33)) - sum(range(1, 9)))
+    assert halved.flops["attention"] == work.flops["attention"] - shape.attention * cached, "the first 8 tokens of each prompt"
 
 
 def test_the_larger_bound_is_the_floor(tiny_model: Path, engine: EngineConfig) -> None:
