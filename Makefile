@@ -135,7 +135,8 @@ test-gpu: $(GPU_READY)
 		tests/engine/test_streaming.py $(ARGS)
 	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_weights_ways.py tests/gpu/test_sleep_on_a_device.py \
 		tests/gpu/test_copies_on_a_device.py tests/gpu/test_overlap_on_a_device.py $(ARGS)
-	@$(GPU_PYTHON) -m pytest -n $(GPU_JOBS) -m '' -W default tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
+	@$(GPU_PYTHON) -m pytest -m gpu -W default tests/gpu/test_ranks_on_a_device.py $(ARGS)
+	@$(GPU_PYTHON) -m pytest -n $(GPU_JOBS) -m '' -W default tests/engine/test_device_sums.py tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_recurrence_triton.py tests/engine/test_experts_triton.py \
 		tests/engine/test_prompt_attention.py tests/engine/test_proven_products.py tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py \

@@ -180,10 +180,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     tp: int = 1
     """ranks that run one replica together, each with its part of every layer: 1, 2, 4 or 8. Each is a process of this host, and
-    kv_gib, cpu_offload_gib and threads are those of one rank. On the CPU only so far (docs/decisions/tensor-parallel.md)"""
+    kv_gib, cpu_offload_gib and threads are those of one rank. On CUDA each has a device of its own (docs/devices.md)"""
     tree_sums: bool | None = None
     """sum the products that tensor parallelism cuts in a tree over eight slices of their inputs, so that samples are the same,
-    to the bit, for each tp. Set it with tp = 1 to get the samples of an engine with tp > 1. Default: on if tp > 1"""
+    to the bit, for each tp. Set it with tp = 1 to get the samples of an engine with tp > 1. Default: on if tp > 1, but on CUDA
+    only with exact"""
     tp_launcher: TpLauncher = "rollout"
     """what starts the ranks: "rollout" = rank 0 does, on its host; "torchrun" = something that sets RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, on one host or several (docs/devices.md)"""

@@ -25,12 +25,12 @@ from torch.nn.functional import linear
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.exact_modules import NotServed, sum_slices, whole_sums
+from rollout.engine.cpu.exact_modules import NotServed
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
-from rollout.engine.cpu.sums import SLICES, Summed
+from rollout.engine.cpu.sums import Exchange
 from rollout.engine.cuda.attention import (
     TritonAttention,
     TritonByShape,
@@ -39,8 +39,8 @@ from rollout.engine.cuda.attention import (
     triton_attention,
 )
 from rollout.engine.cuda.digests import device_hashes
-from rollout.engine.cuda.exact import FUSED_LAYERS, make_exact
-from rollout.engine.cuda.fused import FusedDecoder, NotFused
+from rollout.engine.cuda.exact import FUSED_LAYERS, make_exact, sum_of_slices
+from rollout.engine.cuda.fused import FusedDecoder, NotFused, SummedProduct
 from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
 from rollout.engine.cuda.library_products import choose_products
 from rollout.engine.cuda.memory import CudaMemory
@@ -48,8 +48,9 @@ from rollout.engine.cuda.norms import fuse_norms
 from rollout.engine.cuda.prompts import NotTaken, cudnn_prompts
 from rollout.engine.cuda.proofs import Linear
 from rollout.engine.cuda.recurrence import TritonMixers
+from rollout.engine.cuda.reduce import DeviceExchange, check_apart, process_group, sum_of_ranks, sum_over_ranks
 from rollout.engine.cuda.regions import open_driver
-from rollout.engine.forward.arithmetic import torch_arithmetic
+from rollout.engine.forward.arithmetic import RANKS, TREE, torch_arithmetic
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity, plain_scores
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.latent import stores_latents
@@ -65,6 +66,7 @@ from rollout.engine.forward.model import (
 )
 from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
+from rollout.engine.forward.summed import SLICES, RankExchange, Summed, sum_slices, whole_sums
 from rollout.engine.kv.copies import CopyEngine, StreamCopies, SyncCopies
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.memory import DeviceMemory, HostMemory
@@ -145,6 +147,9 @@ class Device(Protocol):
     def settle(self) -> None:
         """Wait until the device has done all launched work."""
 
+    def reached(self, mark: Any) -> bool:
+        """Return whether the device has come to a mark. Does not wait."""
+
     def is_lost(self, error: BaseException) -> bool:
         """Return whether the device fails every call from now on, after a call that raised `error`."""
 
@@ -190,10 +195,7 @@ class CpuDevice:
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None
         plain_weights(model.module)
-        if config.tp == 1:  # ranks have marked their parts
-            whole_sums(model.module)
-            if config.sums_in_tree:
-                sum_slices(summed_products(model.module), Summed(SLICES, None))
+        mark_sums(model, config)
         if config.weight_dtype == "int8":
             self._use_int8(model)
         if model.states is not None and self.isa != "torch":
@@ -228,11 +230,72 @@ class CpuDevice:
     def seconds(self, began: Any, ended: Any) -> float:
         return float(ended - began)
 
+    def reached(self, mark: Any) -> bool:
+        return True
+
     def settle(self) -> None:
         pass
 
     def is_lost(self, error: BaseException) -> bool:
         return False
+
+
+def mark_sums(model: Model, config: EngineConfig) -> None:
+    """Mark the products of a whole model that are summed over slices. Those of several ranks are marked when they are
+    loaded."""
+    if config.tp == 1:
+        whole_sums(model.module)
+        if config.sums_in_tree:
+            sum_slices(summed_products(model.module), Summed(SLICES, None))
+
+
+def sums_name(config: EngineConfig) -> str:
+    """Return what sums of products add to the name of the arithmetic: those of slices do not depend on the ranks, those of the
+    library's products do. "": they are whole."""
+    if torch.device(config.device).type == "cpu" or config.exact:
+        return TREE if config.sums_in_tree else ""
+    return RANKS.format(config.tp) if config.tp > 1 else ""
+
+
+def device_of_rank(config: EngineConfig, local_rank: int, local_ranks: int, placed: bool) -> str:
+    """Return the device of a rank: of CUDA's, the one of its number on its host.
+
+    Args:
+        local_rank: of the ranks of its host.
+        placed: whether something else has started it, which may let it see one device alone.
+
+    Raises ValueError if there are too few."""
+    kind, _, number = config.device.partition(":")
+    if kind == "cpu":
+        return config.device
+    if number:
+        raise ValueError(
+            f"device={config.device} with tp={config.tp}: each rank has a device of its own; set device=cuda, and "
+            "CUDA_VISIBLE_DEVICES to choose among them"
+        )
+    count = torch.cuda.device_count()
+    if placed and count == 1:
+        return "cuda:0"
+    if count < local_ranks:
+        raise ValueError(f"tp={config.tp}: {local_ranks} ranks of this host and {count} CUDA devices; lower tp")
+    return f"cuda:{local_rank}"
+
+
+def exchanges_itself(config: EngineConfig) -> bool:
+    """Return whether the devices of several ranks exchange what layers compute, and need torch's store to meet."""
+    return torch.device(config.device).type != "cpu"
+
+
+def exchange_on(device: torch.device, host: Exchange, store: Callable[[], Any]) -> RankExchange:
+    """Return the exchange of what the layers compute on a device. host: of the same ranks, in host memory. store: returns
+    torch's, which all ranks have. Raises ValueError if two ranks have one device; RankLost."""
+    if device.type == "cpu":
+        return host
+    if not torch.distributed.is_nccl_available():
+        raise ValueError(f"several ranks with device={device}: torch {torch.__version__} has no NCCL; install one that has")
+    torch.cuda.set_device(device)  # NCCL takes the current one
+    check_apart(host, str(torch.cuda.get_device_properties(device).uuid))
+    return DeviceExchange(host, process_group(store(), host.rank, host.ranks, device))
 
 
 def scanned_in_chunks(computes: ExecutionPath) -> ExecutionPath:
@@ -256,8 +319,8 @@ class CudaDevice:
             raise ValueError(f"weight_dtype={config.weight_dtype!r} is for the CPU: leave it out with device={config.device}")
         if config.isa != "auto":
             raise ValueError(f"isa={config.isa!r} is for the CPU: leave it out with device={config.device}")
-        if config.sums_in_tree:
-            raise ValueError(f"tp={config.tp} with device={config.device}: several ranks, and tree_sums, need the CPU so far")
+        if config.tree_sums and not config.exact:
+            raise ValueError(f"tree_sums with device={config.device}: exact products alone are summed over slices; set exact")
         if not torch.cuda.is_available():
             raise ValueError(f"device={config.device}: torch {torch.__version__} finds no CUDA device here; device=cpu works")
         if device.index is not None:
@@ -283,13 +346,16 @@ class CudaDevice:
         return triton_attention(self.memory.device, capacity)
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
+        mark_sums(model, config)
+        if config.tp > 1 and not config.exact:
+            sum_over_ranks(model.module)
         mixed = "" if model.states is None else use_triton_mixers(model)
         if config.advanced.prompt_attention == "cudnn":
             use_cudnn_prompts(model, config, backend)
         fused = config.advanced.fused_layers
         fused = not config.routed_experts if fused is None else fused
         if config.exact or fused:
-            library = config.advanced.library_products
+            library = config.advanced.library_products and not config.sums_in_tree
             path = equip_exact(model, backend, fused, library) if config.exact else fuse(model, backend)
             self.memory.trim()  # of what the checks have used
             return path._replace(arithmetic=path.arithmetic + mixed)
@@ -297,6 +363,9 @@ class CudaDevice:
 
     def graphs(self, model: ModelLike, config: EngineConfig, backend: Backend) -> Graphs | None:
         if not isinstance(backend, TRITON) or not config.cuda_graphs:
+            return None
+        if config.tp > 1:
+            log.info("steps run without CUDA graphs model=%s reason='ranks exchange sums within a step'", model.name)
             return None
         if states_of(model) is not None and isinstance(model, Model) and model.recurrence.kernels is None:
             log.warning("steps run without CUDA graphs model=%s reason='torch scans recurrent layers row by row'", model.name)
@@ -317,6 +386,9 @@ class CudaDevice:
     def seconds(self, began: Any, ended: Any) -> float:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
+
+    def reached(self, mark: Any) -> bool:
+        return bool(mark.query())
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.memory.device)
@@ -402,7 +474,7 @@ def fuse(model: Model, backend: Backend) -> ExecutionPath:
     """Run the layers of a model with `FusedDecoder`; if it does not support them, fuse only the norms. Either way, the last
     bits differ from the module's."""
     fused = f"{torch_arithmetic()}{FUSED_LAYERS}"
-    decoder = _run_fused(model, backend, linear)
+    decoder = _run_fused(model, backend, linear, sum_of_ranks)
     if isinstance(decoder, NotFused):
         fuse_norms(model.module)
         return ExecutionPath(None, fused, None, str(decoder))
@@ -415,14 +487,15 @@ def equip_exact(model: Model, backend: Backend, fused: bool, library: bool) -> E
     Raises NotExact."""
     products = choose_products(model.module, library)
     make_exact(model.module, products.multiply)
-    decoder = _run_fused(model, backend, products.multiply) if fused else None
+    decoder = _run_fused(model, backend, products.multiply, sum_of_slices) if fused else None
     if isinstance(decoder, FusedDecoder):
         return ExecutionPath(decoder, products.name + FUSED_LAYERS, None, "")
     return ExecutionPath(None, products.name, None, str(decoder or ""))
 
 
-def _run_fused(model: Model, backend: Backend, product: Linear) -> FusedDecoder | NotFused:
-    """Let a decoder with such products run the layers of a model. Returns it, or why it does not support them."""
+def _run_fused(model: Model, backend: Backend, product: Linear, summed: SummedProduct) -> FusedDecoder | NotFused:
+    """Let a decoder with such products, and such summed ones, run the layers of a model. Returns it, or why it does not support
+    them."""
     try:
         if model.streamed is not None:
             raise NotFused("weight_offload moves its layers")
@@ -430,7 +503,7 @@ def _run_fused(model: Model, backend: Backend, product: Linear) -> FusedDecoder 
             raise NotFused(f"{backend.name} attention stores K and V itself")
         from rollout.engine.cuda import fused_kernels
 
-        decoder = FusedDecoder(model.module, model.asked, fused_kernels, product)
+        decoder = FusedDecoder(model.module, model.asked, fused_kernels, product, summed)
         with torch.inference_mode():
             decoder.check(model.forward_transformers, model.vocab_size)
     except NotFused as error:

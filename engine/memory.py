@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -167,6 +168,13 @@ class HostMemory:
 
     def own(self, parameters: Iterable[nn.Parameter]) -> None:
         own_parameters(parameters)
+
+
+def without_hashes(memory: DeviceMemory) -> DeviceMemory:
+    """Return a device's memory for tensors whose digests are computed on the host."""
+    made: Any = copy.copy(memory)
+    made.hashes = None
+    return made  # type: ignore[no-any-return]
 
 
 def split_like(whole: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:

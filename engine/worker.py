@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.devices import Device, StepCapacity, choose_backend, device_of, resolved
+from rollout.engine.devices import Device, StepCapacity, choose_backend, device_of, resolved, sums_name
 from rollout.engine.forward.arithmetic import arithmetic
 from rollout.engine.forward.attention import Backend, prepared, prepared_window
 from rollout.engine.forward.batch import Batch
@@ -358,7 +358,7 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     if int8 and not isinstance(model, Model):
         raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, tree=config.sums_in_tree)
+    name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, sums=sums_name(config))
     kernels = ModelKernels(model, backend, path, name)
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if isinstance(model, Model):

@@ -16,7 +16,7 @@ not depend on which rows share its experts. Routers, and the experts of DBRX, mu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,9 +32,10 @@ from rollout.engine.cpu.experts import ExpertKernels, as_routes, sort_routes
 from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
 from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
-from rollout.engine.cpu.sums import SumKernels, Summed
+from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
 from rollout.engine.forward.routes import is_experts, norms_after
+from rollout.engine.forward.summed import Summed, summed_of
 
 MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 """products of rows with a matrix [inputs, outputs] that are answered with ours"""
@@ -70,25 +71,6 @@ class ExactLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, isa={self.isa}"
-
-
-def summed_of(module: nn.Module) -> Summed | None:
-    """Return how an nn.Linear, or the second product of experts, is summed over slices; None: it is not."""
-    return getattr(module, "summed", None)
-
-
-def sum_slices(modules: Iterable[nn.Module], summed: Summed) -> None:
-    """Mark products that are summed over slices, for `use_products` and the decoder that follow."""
-    each: Any
-    for each in modules:
-        each.summed = summed
-
-
-def whole_sums(module: nn.Module) -> None:
-    """Undo `sum_slices`."""
-    for each in module.modules():
-        if summed_of(each) is not None:
-            del each.summed
 
 
 def linear(

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.engine.cpu.exact_modules import SILU, ExactLinear, ExactSiLU, is_depthwise, summed_of
+from rollout.engine.cpu.exact_modules import SILU, ExactLinear, ExactSiLU, is_depthwise
 from rollout.engine.cpu.int8 import Int8Linear, int8_struct
 from rollout.engine.cpu.kernels import Linear, linear_struct
 from rollout.engine.cpu.recurrence import EPS, MOST, MOST_TAPS, RowsStruct
-from rollout.engine.cpu.sums import ROWS, Exchange, Summed
+from rollout.engine.cpu.sums import ROWS, Exchange, exchange_of
+from rollout.engine.forward.summed import Summed, summed_of
 
 NONE = -1
 NORM, MULTIPLY, HEADS, ATTEND, GATE, CONVOLVE, DECAY, DELTA, GATED_NORM, SUM = range(10)
@@ -219,7 +220,7 @@ class Steps:
         need(type(linear) in (nn.Linear, ExactLinear), f"a {type(linear).__name__} instead of an nn.Linear")
         outputs, inputs = linear.weight.shape
         if self.exchange is None:
-            self.exchange = summed.exchange or Exchange(outputs)
+            self.exchange = exchange_of(summed, outputs)
         need(summed.exchange in (None, self.exchange), "products of several replicas")
         need(self.exchange.struct.room == ROWS * outputs, "sums of different widths")
         self.summed.add((inputs, summed.slices))

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder
-from rollout.engine.cpu.exact_modules import NotServed, plain_products, summed_of, unreached, use_products
+from rollout.engine.cpu.exact_modules import NotServed, plain_products, unreached, use_products
 from rollout.engine.cpu.functions import callers, use_whole_vectors
 from rollout.engine.cpu.int8 import Int8Linear, int8_kernels
 from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.layer_steps import NotNative
 from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
-from rollout.engine.cpu.sums import Summed
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import ExecutionPath, NativeLayers
+from rollout.engine.forward.summed import Summed, summed_of
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.plan import plan_by_hand
 

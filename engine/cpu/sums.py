@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char, c_int32, c_int64, c_void_p
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +20,10 @@ from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.experts import Routes
 from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
+from rollout.engine.forward.summed import Summed
 from rollout.engine.types import RankLost
 
-SLICES, MOST_RANKS = 8, 8
+MOST_RANKS = 8
 ROWS = 256
 """rows whose sums are exchanged at once"""
 SHARED_BYTES = 4096
@@ -76,13 +76,22 @@ class Exchange:
         width: numbers of the widest row that is summed.
         shared: zeros that all ranks map, `shared_bytes` of them; None: there is one rank.
         patience_s: how long a rank waits for another one.
+        library: the kernels, of `SumKernels`, with which tensors are gathered; None: none are.
     """
 
+    on_host = True
+
     def __init__(
-        self, width: int, rank: int = 0, ranks: int = 1, shared: mmap.mmap | None = None, patience_s: float = 60.0
+        self,
+        width: int,
+        rank: int = 0,
+        ranks: int = 1,
+        shared: mmap.mmap | None = None,
+        patience_s: float = 60.0,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         assert ranks in (1, 2, 4, 8) and (ranks == 1) == (shared is None)
-        self.rank, self.ranks, self.patience_s = rank, ranks, patience_s
+        self.rank, self.ranks, self.patience_s, self._library = rank, ranks, patience_s, library
         self._memory: np.ndarray = (
             np.zeros(shared_bytes(1, width), np.uint8) if shared is None else np.frombuffer(shared, np.uint8)
         )
@@ -127,9 +136,16 @@ class Exchange:
         if failed < 0:
             raise RankLost(f"rank {-failed - 1} of {self.ranks} did not answer within {self.patience_s:g} s")
 
-    def gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]], library: ctypes.CDLL) -> list[torch.Tensor]:
+    def wait(self, reached: Callable[[], bool]) -> None:
+        """Do nothing: a step has been computed when it is launched."""
+
+    def numbers(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return self.gather(tensor, shapes)
+
+    def gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return the tensors that the ranks give, in their order. shapes: of each rank's; all have one dtype. Raises
         RankLost."""
+        assert self._library is not None
         own = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         whole = [torch.empty(tuple(shape), dtype=tensor.dtype) for shape in shapes]
         raw = [each.view(-1).view(torch.uint8).numpy() for each in whole]
@@ -139,7 +155,7 @@ class Exchange:
             self.struct.turn += 1
             parts, piece = self._parts[self.struct.turn % 2], own[start : start + room]
             parts[self.rank, : len(piece)] = piece
-            library.rollout_meet(ctypes.byref(self.struct), c_int64(-start - 1))
+            self._library.rollout_meet(ctypes.byref(self.struct), c_int64(-start - 1))
             self.check()
             for rank, to in enumerate(raw):
                 left = to[start : start + room]
@@ -147,13 +163,10 @@ class Exchange:
         return whole
 
 
-class Summed(NamedTuple):
-    """Marks an nn.Linear, or experts, whose inputs are cut into eight slices; of experts, those of the second product."""
-
-    slices: int
-    """of the eight that it has"""
-    exchange: Exchange | None
-    """with the ranks that have the others; None: it has all"""
+def exchange_of(summed: Summed, width: int) -> Exchange:
+    """Return the exchange of a product of the CPU with `width` outputs: one of its own, if this rank has all slices."""
+    assert summed.exchange is None or isinstance(summed.exchange, Exchange)
+    return summed.exchange or Exchange(width)
 
 
 class SumKernels:
@@ -181,7 +194,7 @@ class SumKernels:
         bias = None if bias is None else bias.contiguous()
         if not out.numel():
             return out
-        exchange = summed.exchange or Exchange(len(weight))
+        exchange = exchange_of(summed, len(weight))
         packed = self.packed(len(x), weight.shape[1], summed.slices, x.dtype)
         work = SumStruct(
             linear_struct(weight, bias), summed.slices, len(x), x.data_ptr(), None, out.data_ptr(), packed.data_ptr(),
@@ -199,7 +212,7 @@ class SumKernels:
         assert x.dtype == weight.dtype and x.shape == (len(routes.choice), inputs) and not inputs % (2 * summed.slices)
         assert weight.is_contiguous() and (not len(routes.expert) or routes.expert[-1] < len(weight))
         x, out = x.contiguous(), x.new_empty(len(x), outputs)
-        exchange = summed.exchange or Exchange(outputs)
+        exchange = exchange_of(summed, outputs)
         packed = self.packed(len(x), inputs, summed.slices, x.dtype)
         work = GroupedSumStruct(
             SumStruct(
@@ -211,7 +224,3 @@ class SumKernels:
         self.library.rollout_grouped_sum(ctypes.byref(self.kernels.team()), ctypes.byref(work))
         exchange.check()
         return out
-
-    def gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]], exchange: Exchange) -> list[torch.Tensor]:
-        """Return the tensors of all ranks: see `Exchange.gather`."""
-        return exchange.gather(tensor, shapes, self.library)

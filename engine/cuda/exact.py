@@ -10,6 +10,7 @@ All other operations of such a module are element-wise, and attention (`rollout.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ from rollout.engine.cuda.experts import LinearsAnswered, adds_rows, exact_expert
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.norms import agree, candidates
 from rollout.engine.cuda.proofs import Linear
+from rollout.engine.cuda.reduce import joined, rows_at_once
 from rollout.engine.forward.routes import is_experts
+from rollout.engine.forward.summed import Summed, summed_of
 
 ARITHMETIC = "exact/1"
 """of products and norms; every change of their sums or roundings increases the version"""
@@ -76,7 +79,9 @@ def make_exact(module: nn.Module, multiply: Linear | None = None) -> None:
     ):
         raise NotExact(f"exact=true: norms other than RMSNorm: {', '.join(sorted(others)) or 'their results differ'}")
     for linear in linears:
-        linear.forward = ExactForward(linear, multiply)  # type: ignore[method-assign]
+        summed = summed_of(linear)
+        product_of = multiply if summed is None else partial(sum_of_slices, summed=summed)
+        linear.forward = ExactForward(linear, product_of)  # type: ignore[method-assign]
     for norm in norms:
         norm.forward = MethodType(_norm, norm)
     mixtures |= dict.fromkeys(special, _norm_by_mean)
@@ -217,20 +222,38 @@ class _Norm(torch.autograd.Function):
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
     """Return [rows, out] of x [rows, in] and weight [out, in]. tile: another one than TILES has, for measurements."""
+    out = x.new_empty(1, len(x), len(weight))
+    _multiply(x, weight, bias, out, tile)
+    return out[0]
+
+
+def sum_of_slices(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: Summed) -> torch.Tensor:
+    """Return the same with the inputs cut into slices, whose sums in fp32 are added in a tree, over the ranks, with the bits of
+    any number of them. Raises RankLost."""
+    made = []
+    for piece in x.split(rows_at_once(summed, len(weight))):
+        out = x.new_empty(summed.slices, len(piece), len(weight), dtype=torch.float32)
+        _multiply(piece, weight, None, out)
+        made.append(joined(out, bias, x.dtype, summed))
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None
+) -> None:
+    """Write the product of each slice of the inputs to out [slices, rows, out]."""
     from rollout.engine.cuda import exact_kernels
 
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert weight.stride(-1) == 1
-    (rows, size), outs = x.shape, len(weight)
-    out = x.new_empty(rows, outs)
+    slices, rows, outs = out.shape
     tile = tile or TILES[x.element_size()]
-    tiles = -(-rows // tile.rows) * -(-outs // tile.outs)
+    tiles = -(-rows // tile.rows) * -(-outs // tile.outs) * slices
     exact_kernels.product[(min(tiles, programs_of(x.device)),)](
-        x, weight, bias if bias is not None else weight, out, rows, outs, size, x.stride(0), weight.stride(0),
-        BIAS=bias is not None, M=tile.rows, N=tile.outs, K=tile.inputs, WIDEN=x.device.type == "cpu", num_warps=tile.warps,
-        num_stages=tile.stages, **FUSED,
+        x, weight, bias if bias is not None else weight, out, rows, outs, x.shape[1] // slices, x.stride(0), weight.stride(0),
+        SLICES=slices, BIAS=bias is not None, M=tile.rows, N=tile.outs, K=tile.inputs, WIDEN=x.device.type == "cpu",
+        num_warps=tile.warps, num_stages=tile.stages, **FUSED,
     )  # fmt: skip
-    return out
 
 
 def _kinds(norms: list[Any]) -> list[Any]:

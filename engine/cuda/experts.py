@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from rollout.engine.cuda.launches import power_of_two
+from rollout.engine.cuda.reduce import joined, rows_at_once
 from rollout.engine.forward.routes import norms_after
+from rollout.engine.forward.summed import Summed, summed_of
 
 OTHER_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "einsum", "matmul", "mm"))
 """products of torch that a router may not call"""
@@ -83,6 +85,7 @@ def product(
     tile: Any,
     choices: int,
     by_input: bool,
+    summed: Summed | None = None,
 ) -> torch.Tensor:
     """Return [T · k, outputs] rows of x · weight[expert]ᵀ + bias[expert], those of no expert not written.
 
@@ -91,6 +94,7 @@ def product(
         weight: [E, outputs, inputs], or [E, inputs, outputs] if `by_input`.
         tile: `rollout.engine.cuda.exact.Tile`.
         choices: of a token.
+        summed: the inputs are cut into slices, whose sums are added in a tree, over the ranks. Raises RankLost.
     """
     from rollout.engine.cuda import experts_kernels
 
@@ -99,16 +103,18 @@ def product(
     w_out, w_in = (weight.stride(2), weight.stride(1)) if by_input else weight.stride()[1:]
     assert x.dtype == weight.dtype and x.shape[1] == size and experts == len(grouping.counts)
     rows = grouping.place.numel()
-    out = x.new_empty(rows, outs)
+    slices = 1 if summed is None else summed.slices
+    out = x.new_empty(slices, rows, outs, dtype=x.dtype if summed is None else torch.float32)
     if not rows:
-        return out
-    programs = min(len(grouping.tiles[0]) * -(-outs // tile.outs), programs_of(x.device))
+        return x.new_empty(rows, outs)
+    programs = min(len(grouping.tiles[0]) * -(-outs // tile.outs) * slices, programs_of(x.device))
     experts_kernels.grouped[(programs,)](
-        x, weight, weight if bias is None else bias.contiguous(), out, grouping.order, *grouping.tiles, outs, size, x.stride(0),
-        weight.stride(0), w_out, w_in, CHOICES=choices, BIAS=bias is not None, M=tile.rows, N=tile.outs, K=tile.inputs,
-        WIDEN=x.device.type == "cpu", num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        x, weight, weight if bias is None else bias.contiguous(), out, grouping.order, *grouping.tiles, rows, outs,
+        size // slices, x.stride(0), weight.stride(0), w_out, w_in, SLICES=slices, CHOICES=choices, BIAS=bias is not None,
+        M=tile.rows, N=tile.outs, K=tile.inputs, WIDEN=x.device.type == "cpu", num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
-    return out
+    return out[0] if summed is None else joined(out, None, x.dtype, summed)
 
 
 def programs_of(device: torch.device) -> int:
@@ -121,16 +127,26 @@ def exact_experts(
 ) -> torch.Tensor:
     """Run a module of experts: hidden [T, H], the k experts of each token [T, k] and their weights [T, k] → [T, H]. tile:
     `rollout.engine.cuda.exact.Tile` of the dtype."""
+    if (summed := summed_of(self)) is None:
+        return _experts(self, hidden, top_k_index, top_k_weights, tile, None)
+    at_once = rows_at_once(summed, hidden.shape[1]) // top_k_index.shape[1] or 1
+    parts = zip(hidden.split(at_once), top_k_index.split(at_once), top_k_weights.split(at_once), strict=True)
+    return torch.cat([_experts(self, x, index, weights, tile, summed) for x, index, weights in parts])
+
+
+def _experts(
+    self: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, tile: Any, summed: Summed | None
+) -> torch.Tensor:
     grouping = group(top_k_index, self.num_experts, tile.rows)
     name = "gate_up_proj" if self.has_gate else "up_proj"
     multiply: Any = _GroupedProduct.apply
     inner = multiply(
         hidden, getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None, grouping, tile,
-        top_k_index.shape[1], self.is_transposed,
+        top_k_index.shape[1], self.is_transposed, None,
     )  # fmt: skip
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     bias = self.down_proj_bias if self.has_bias else None
-    out = multiply(inner, self.down_proj, bias, grouping, tile, 0, self.is_transposed)
+    out = multiply(inner, self.down_proj, bias, grouping, tile, 0, self.is_transposed, summed)
     out = self.post_expert_norm(out) if norms_after(self) else out
     total: Any = _Combined.apply
     made: torch.Tensor = total(out, top_k_weights, grouping)
@@ -140,11 +156,11 @@ def exact_experts(
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, grouping: Any, tile: Any, choices: int, by_input: bool
+        ctx: Any, x: Any, weight: Any, bias: Any, grouping: Any, tile: Any, choices: int, by_input: bool, summed: Any
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rest = grouping, choices, by_input, bias is not None
-        return product(x, weight, bias, grouping, tile, choices, by_input)
+        return product(x, weight, bias, grouping, tile, choices, by_input, summed)
 
     @staticmethod
     @once_differentiable
@@ -163,7 +179,7 @@ class _GroupedProduct(torch.autograd.Function):
             of_weight[expert] = made.T if by_input else made
             if of_bias is not None:
                 of_bias[expert] = grad[rows].sum(0)
-        return of_x, of_weight, of_bias, None, None, None, None
+        return of_x, of_weight, of_bias, None, None, None, None, None
 
 
 class _Combined(torch.autograd.Function):

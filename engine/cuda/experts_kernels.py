@@ -67,15 +67,19 @@ def sort(
 
 @triton.jit
 def grouped(
-    x, weight, bias, out, order, tile_expert, tile_begin, tile_end, totals, outs, size, x_row, w_expert, w_out, w_in,
+    x, weight, bias, out, order, tile_expert, tile_begin, tile_end, totals, rows, outs, size, x_row, w_expert, w_out, w_in,
     CHOICES: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
+    SLICES: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] = x · weight[expert]ᵀ + bias[expert] [outs], rounded once. Row r of x is that of token order[r] //
-    CHOICES; with CHOICES 0, x has the rows themselves. weight: [experts, outs, size] with any strides, so that matrices which
-    are stored transposed need no copy. Tiles of one expert and the same outputs are processed one after the other, so that
-    their weight is read from memory once."""
+    """out [SLICES, rows, outs] = x · weight[expert]ᵀ + bias[expert] [outs], each slice of SLICES · size inputs by itself,
+    rounded once. Row r of x is that of token order[r] // CHOICES; with CHOICES 0, x has the rows themselves. weight:
+    [experts, outs, SLICES · size] with any strides, so that matrices which are stored transposed need no copy. Tiles of one
+    expert and the same outputs are processed one after the other, so that their weight is read from memory once."""
     row_tiles = tl.load(totals)
-    for tile in range(tl.program_id(0), row_tiles * tl.cdiv(outs, N), tl.num_programs(0)):
+    tiles = row_tiles * tl.cdiv(outs, N)
+    for each in range(tl.program_id(0), tiles * SLICES, tl.num_programs(0)):
+        part = (each // tiles).to(tl.int64)
+        tile = each % tiles
         of = tile % row_tiles
         expert = tl.load(tile_expert + of).to(tl.int64)
         m = tl.load(tile_begin + of) + tl.arange(0, M)
@@ -85,11 +89,12 @@ def grouped(
             from_row = (tl.load(order + m, mask=live, other=0) // CHOICES).to(tl.int64)
         else:
             from_row = m.to(tl.int64)
-        matrix = weight + expert * w_expert + n[None] * w_out
+        matrix = weight + expert * w_expert + n[None] * w_out + part * size * w_in
+        inputs = x + part * size
         acc = tl.zeros((M, N), tl.float32)
         for start in range(0, size, K):
             k = start + tl.arange(0, K)
-            left = tl.load(x + from_row[:, None] * x_row + k[None], mask=live[:, None] & (k < size)[None], other=0.0)
+            left = tl.load(inputs + from_row[:, None] * x_row + k[None], mask=live[:, None] & (k < size)[None], other=0.0)
             right = tl.load(matrix + k[:, None] * w_in, mask=(n < outs)[None] & (k < size)[:, None], other=0.0)
             if WIDEN:
                 acc = tl.dot(left.to(tl.float32), right.to(tl.float32), acc, input_precision="ieee")
@@ -97,7 +102,7 @@ def grouped(
                 acc = tl.dot(left, right, acc, input_precision="ieee")
         if BIAS:
             acc += tl.load(bias + expert * outs + n, mask=n < outs, other=0.0).to(tl.float32)[None]
-        made = out + m.to(tl.int64)[:, None] * outs + n[None]
+        made = out + (part * rows + m)[:, None] * outs + n[None]
         tl.store(made, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < outs)[None])
 
 

@@ -21,8 +21,11 @@ from torch.nn.functional import linear
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.proofs import Linear
+from rollout.engine.cuda.reduce import sum_of_ranks
 from rollout.engine.forward.attention import Backend, Scores, located, plain_scores
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.shards import EmbeddingPart, parts_of_head
+from rollout.engine.forward.summed import Summed, summed_of
 from rollout.engine.kv.fp8 import is_fp8, scales_as
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.scheduling.plan import plan_by_hand
@@ -46,6 +49,12 @@ class StoredAttention(Protocol):
     def attend_stored(self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores) -> torch.Tensor: ...
 
 
+class SummedProduct(Protocol):
+    """A product that is added up over slices or ranks."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: Summed) -> torch.Tensor: ...
+
+
 class NotFused(Exception):
     """The layers of this model cannot be fused; the message says why."""
 
@@ -58,9 +67,17 @@ class FusedDecoder:
         kernels: `rollout.engine.cuda.fused_kernels`, or a stand-in for tests.
         product: of rows and a weight [out, in]: `torch.nn.functional.linear`, or one that does not depend on the number of
             rows.
+        summed: of those that are marked as summed (`rollout.engine.forward.summed`).
     """
 
-    def __init__(self, module: Any, asked: dict[int, dict[str, Any]], kernels: Any, product: Linear = linear) -> None:
+    def __init__(
+        self,
+        module: Any,
+        asked: dict[int, dict[str, Any]],
+        kernels: Any,
+        product: Linear = linear,
+        summed: SummedProduct = sum_of_ranks,
+    ) -> None:
         look_at(module)
         self.body, self.lm_head = module.base_model, module.get_output_embeddings()
         first = self.body.layers[0].self_attn
@@ -70,7 +87,7 @@ class FusedDecoder:
         scores = plain_scores(asked)
         _need(scores is not None, "attention with sinks or soft caps")
         self.attention: list[Scores] = scores or []
-        self.kernels, self.product = kernels, product
+        self.kernels, self.product, self.summed = kernels, product, summed
         self.stack()
 
     def weights_moved(self) -> None:
@@ -109,14 +126,22 @@ class FusedDecoder:
             at, of, pools = located(i, batch, kv)
             query = self._query(at, layer.self_attn, normed, cos, sin, of, pools, attention)
             attended = attention.attend_stored(at, query, of, pools, self.attention[i])
-            out = layer.self_attn.o_proj
-            made = self.product(attended.flatten(1), out.weight, out.bias)
+            made = self._sum(layer.self_attn.o_proj, attended.flatten(1))
             normed = self._norm(made, residual, layer.post_attention_layernorm)
             made = self._mlp(layer.mlp, normed)
             last = i + 1 == len(layers)
             normed = self._norm(made, residual, self.body.norm if last else layers[i + 1].input_layernorm)
         wanted = normed[batch.logits_at]
-        return self.product(wanted, self.lm_head.weight, self.lm_head.bias)[: batch.num_logits]
+        logits = self.product(wanted, self.lm_head.weight, self.lm_head.bias)
+        parts = parts_of_head(self.lm_head)
+        return (logits if parts is None else parts.joined(logits))[: batch.num_logits]
+
+    def _sum(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of a layer whose inputs may be cut."""
+        summed = summed_of(layer)
+        if summed is None:
+            return self.product(x, layer.weight, layer.bias)
+        return self.summed(x, layer.weight, layer.bias, summed=summed)
 
     def _norm(self, x: torch.Tensor | None, residual: torch.Tensor, norm: Any) -> torch.Tensor:
         """Add x to the residual in place and return the norm of it; x None: the norm of the residual."""
@@ -162,7 +187,7 @@ class FusedDecoder:
         rows, inner = len(both), both.shape[1] // 2
         out = both.new_empty(rows, inner)
         self.kernels.silu_mul[(rows, -(-inner // SILU_WIDTH))](both, out, inner, WIDTH=SILU_WIDTH, enable_fp_fusion=False)
-        return self.product(out, mlp.down_proj.weight, mlp.down_proj.bias)
+        return self._sum(mlp.down_proj, out)
 
 
 class EchoKV(NamedTuple):
@@ -232,7 +257,7 @@ def look_at(module: Any, adapted: bool = False) -> None:
     """Check that a model looks like those that we fuse. adapted: linear layers may have an adapter. Raises NotFused."""
     body, head = module.base_model, module.get_output_embeddings()
     _need({name for name, _ in body.named_children()} == BODY, f"the model has other modules than {sorted(BODY)}")
-    _need(type(body.embed_tokens) is nn.Embedding, "unsupported class of the embedding")
+    _need(type(body.embed_tokens) in (nn.Embedding, EmbeddingPart), "unsupported class of the embedding")
     _need(type(_inner(head, adapted)) is nn.Linear, "unsupported class of the head")
     for layer in body.layers:
         _look_at(layer, adapted)

@@ -53,9 +53,9 @@ class CarriedExchange(Exchange):
     """
 
     def __init__(self, width: int, rank: int, ranks: int, group: Any, library: ctypes.CDLL) -> None:
-        super().__init__(width, rank, ranks, mmap.mmap(-1, shared_bytes(ranks, width)))
+        super().__init__(width, rank, ranks, mmap.mmap(-1, shared_bytes(ranks, width)), library=library)
         assert self._meeting is not None
-        self._group, self._library = group, library
+        self._group = group
         self._broken = False
         self._closed = threading.Event()
         self._meeting.of[rank].asleep = 1  # the thread: so the kernels wake it
@@ -68,7 +68,7 @@ class CarriedExchange(Exchange):
     def failed(self) -> bool:
         return self._broken or super().failed
 
-    def gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]], library: ctypes.CDLL) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         own = raw(tensor.detach().contiguous())
         whole = [torch.empty(tuple(shape), dtype=tensor.dtype) for shape in shapes]
         self.check()
@@ -134,6 +134,7 @@ class CarriedExchange(Exchange):
         """Let another rank come to an exchange in the memory of this process. Its part is there."""
         memory = self._memory.ctypes.data
         other = ExchangeStruct(rank, 0, self.struct.room, 0, turn, 0, memory + SHARED_BYTES, memory)  # it waits for 0 ranks
+        assert self._library is not None
         self._library.rollout_meet(ctypes.byref(other), c_int64(size))
 
 

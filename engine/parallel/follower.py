@@ -16,13 +16,15 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from rollout.engine.cpu.sums import Exchange, SumKernels
+from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward.shards import LoadedPart
+from rollout.engine.memory import DeviceMemory
 from rollout.engine.parallel.carried import CarriedExchange
 from rollout.engine.parallel.followers import resident_bytes
 from rollout.engine.parallel.messages import (
@@ -40,9 +42,10 @@ from rollout.engine.parallel.messages import (
     Start,
     StopRank,
     WakeRank,
+    WarmUpRank,
 )
 from rollout.engine.parallel.placement import RankPosition, connect, process_group
-from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks, shared_exchange
+from rollout.engine.parallel.ranks import Met, RankWorker, open_rank, open_ranks, shared_exchange, shared_store, with_device_of
 from rollout.engine.parallel.weights import elements, put_in_part
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost
@@ -91,6 +94,8 @@ class Follower:
     def _answer(self, order: Order) -> RankAnswer:
         worker = self._worker
         match order:
+            case WarmUpRank():
+                worker.warm_up()
             case SleepRank():
                 worker.sleep(order.level)
             case WakeRank():
@@ -144,20 +149,23 @@ def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None, place
     config, fds = start.config, channel.recv_memory(2) if start.shares_memory else []
     if placed is not None:
         config = msgspec.structs.replace(config, model=placed.model)
+    position = None if placed is None else placed.position
+    config = with_device_of(config, start.rank, position)
     parts: dict[str, Part] = {}
 
-    def opened(kernels: SumKernels) -> Exchange:
+    def meet(kernels: SumKernels) -> Met:
         if start.shares_memory:
-            return shared_exchange(fds[0], config, start.rank, start.width)
+            exchange = shared_exchange(fds[0], config, start.rank, start.width, kernels)
+            return Met(exchange, partial(shared_store, start.store, config.tp))
         assert placed is not None
-        group = process_group(placed.store, placed.position)
-        return CarriedExchange(start.width, start.rank, config.tp, group, kernels.library)
+        group, store = process_group(placed.store, placed.position), placed.store
+        return Met(CarriedExchange(start.width, start.rank, config.tp, group, kernels.library), lambda: store)
 
-    def weigh(loaded: LoadedPart, moved: Callable[[], None]) -> Weights:
+    def weigh(loaded: LoadedPart, moved: Callable[[], None], memory: DeviceMemory) -> Weights:
         parts.update(parts_of(loaded.cuts, loaded.shapes, start.rank, config.tp))
-        return Weights(loaded.module, lay_out=moved)
+        return Weights(loaded.module, lay_out=moved, memory=memory)
 
-    ranks = open_ranks(config, opened, None if placed is None else placed.position)
+    ranks = open_ranks(config, meet, position)
     try:
         worker = open_rank(config, ranks, no_report, weigh, RankWorker)
         ready()

@@ -5,25 +5,31 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import psutil
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
+from rollout.engine.cpu.sums import SumKernels, shared_bytes
+from rollout.engine.devices import exchanges_itself
+from rollout.engine.forward.summed import RankExchange
 from rollout.engine.parallel.carried import CarriedExchange
 from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankChannel, ReadMemory, Reply, Start, StopRank
 from rollout.engine.parallel.placement import MeetingPlace, RankPosition
-from rollout.engine.parallel.ranks import shared_exchange
+from rollout.engine.parallel.ranks import Met, shared_exchange, shared_store
 from rollout.engine.types import RankLost
 
 FOLLOWER = "rollout.engine.parallel.follower"
@@ -49,6 +55,8 @@ class Followers:
     def __init__(self, config: EngineConfig, width: int, shares_memory: bool = True) -> None:
         self.shares_memory = shares_memory
         self.shared_fd = memory("rollout-exchange", shared_bytes(config.tp, width))
+        self.folder = tempfile.mkdtemp(prefix="rollout-") if shares_memory and exchanges_itself(config) else ""
+        """of torch's store, for this user alone; "": there is none"""
         self.staged_fds = [memory("rollout-staged", 0) for _ in range(1, config.tp)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[RankChannel] = []
@@ -56,14 +64,21 @@ class Followers:
         """what ranks have said of their end"""
         self.failed: list[int] = []
         """ranks that have ended, do not answer, or differ; of several, the first"""
-        self.close = weakref.finalize(self, end, self.processes, self.channels, [self.shared_fd, *self.staged_fds], self.failed)
+        self._watched: list[RankExchange] = []
+        held = [self.shared_fd, *self.staged_fds], self.folder
+        self.close = weakref.finalize(self, end, self.processes, self.channels, *held, self.failed, self._watched)
         try:
             for rank, staged in enumerate(self.staged_fds, 1):
                 self.channels.append(self.start(rank))
-                self._begin(Start(config, rank, width, shares_memory), staged)
+                self._begin(Start(config, rank, width, shares_memory, self.store_path), staged)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def store_path(self) -> str:
+        """Return the path of torch's store; "": there is none."""
+        return str(Path(self.folder) / "store") if self.folder else ""
 
     def start(self, rank: int) -> RankChannel:
         """Start the process of a rank."""
@@ -83,9 +98,10 @@ class Followers:
         except OSError:
             raise self.lost(order.rank) from None
 
-    def exchange(self, config: EngineConfig, width: int, kernels: SumKernels) -> Exchange:
+    def meet(self, config: EngineConfig, width: int, kernels: SumKernels) -> Met:
         """Open rank 0's exchange with the others. Raises RankLost."""
-        return shared_exchange(self.shared_fd, config, 0, width)
+        exchange = shared_exchange(self.shared_fd, config, 0, width, kernels)
+        return Met(exchange, partial(shared_store, self.store_path, config.tp))
 
     @property
     def processes_of_ranks(self) -> list[RankProcess]:
@@ -98,11 +114,12 @@ class Followers:
             return [resident_bytes(each.pid) for each in self.processes_of_ranks]
         return [answer.resident for answer in self.ask(ReadMemory())]
 
-    def watch(self, exchange: Exchange) -> None:
-        """Tell whoever waits in the exchange when a rank has ended."""
-        threading.Thread(
-            target=report_ends, args=([each.socket for each in self.channels], exchange, self.failed), daemon=True
-        ).start()
+    def watch(self, exchange: RankExchange) -> None:
+        """Tell whoever waits in the exchange when a rank has ended. Called again with one that is made of it."""
+        self._watched.append(exchange)
+        if len(self._watched) == 1:
+            ends = [each.socket for each in self.channels]
+            threading.Thread(target=report_ends, args=(ends, self._watched, self.failed), daemon=True).start()
 
     def send(self, rank: int, message: msgspec.Struct) -> None:
         """Send a message to one. Raises RankLost."""
@@ -191,7 +208,7 @@ def memory(name: str, size: int) -> int:
     return fd
 
 
-def report_ends(ends: list[socket.socket], exchange: Exchange, failed: list[int]) -> None:
+def report_ends(ends: list[socket.socket], exchanges: list[RankExchange], failed: list[int]) -> None:
     """Wait until an end of a channel hangs up, and tell all ranks which one."""
     gone, ranks = select.poll(), {each.fileno(): rank for rank, each in enumerate(ends, 1)}
     for each in ends:
@@ -199,7 +216,8 @@ def report_ends(ends: list[socket.socket], exchange: Exchange, failed: list[int]
     while not (found := gone.poll()):
         pass
     failed.append(ranks[found[0][0]])
-    exchange.lose(ranks[found[0][0]])
+    for exchange in list(exchanges):
+        exchange.lose(ranks[found[0][0]])
 
 
 class PlacedFollowers(Followers):
@@ -218,11 +236,13 @@ class PlacedFollowers(Followers):
         channel, self._joined[rank] = self._place.channel(rank)
         return channel
 
-    def exchange(self, config: EngineConfig, width: int, kernels: SumKernels) -> Exchange:
+    def meet(self, config: EngineConfig, width: int, kernels: SumKernels) -> Met:
         try:
             if self.shares_memory:
-                return super().exchange(config, width, kernels)
-            return CarriedExchange(width, 0, config.tp, self._place.group(self._position), kernels.library)
+                return super().meet(config, width, kernels)
+            store = self._place.store
+            exchange = CarriedExchange(width, 0, config.tp, self._place.group(self._position), kernels.library)
+            return Met(exchange, lambda: store)
         finally:
             self._place.close()
 
@@ -231,10 +251,18 @@ class PlacedFollowers(Followers):
         return [RankProcess(each.host, each.pid) for _, each in sorted(self._joined.items())]
 
 
-def end(processes: list[subprocess.Popen[bytes]], channels: list[RankChannel], fds: list[int], failed: list[int]) -> None:
+def end(
+    processes: list[subprocess.Popen[bytes]],
+    channels: list[RankChannel],
+    fds: list[int],
+    folder: str,
+    failed: list[int],
+    watched: list[RankExchange],
+) -> None:
     """End the other ranks: by closing their channels, then by killing them. If one has failed, all do: what has started them
     starts them again."""
     in_order = not failed  # before closed channels are noticed
+    watched.clear()  # no thread waits in an exchange any more
     for channel in channels:
         if in_order:
             with suppress(OSError):
@@ -249,3 +277,5 @@ def end(processes: list[subprocess.Popen[bytes]], channels: list[RankChannel], f
             process.wait()
     for fd in fds:
         os.close(fd)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)

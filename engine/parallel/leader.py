@@ -16,15 +16,17 @@ import msgspec
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.cpu.sums import Exchange, SumKernels
+from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.devices import device_of
 from rollout.engine.forward.model import BrokenModel, in_one_line
 from rollout.engine.forward.shards import LoadedPart, check_folder
+from rollout.engine.forward.summed import RankExchange
 from rollout.engine.kv.copies import Copied
+from rollout.engine.memory import DeviceMemory
 from rollout.engine.parallel.followers import Followers, PlacedFollowers, RankProcess, resident_bytes
-from rollout.engine.parallel.messages import Follow, SleepRank, WakeRank
-from rollout.engine.parallel.placement import RankPosition, position_of
-from rollout.engine.parallel.ranks import RankWorker, open_rank, open_ranks
+from rollout.engine.parallel.messages import Follow, SleepRank, WakeRank, WarmUpRank
+from rollout.engine.parallel.placement import START_S, RankPosition, position_of
+from rollout.engine.parallel.ranks import Met, RankWorker, open_rank, open_ranks, with_device_of
 from rollout.engine.parallel.weights import DividedWeights, divided_weights
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.types import RankLost, Tag
@@ -72,6 +74,21 @@ class Leader(RankWorker):
         if (rank := self.ranks_of.exchange.lost) is not None:
             raise self.followers.lost(rank)
 
+    def warm_up(self, report: Report = no_report) -> None:
+        """Run `Worker.warm_up` on all ranks. Raises ValueError, RankLost; the replica has ended then."""
+        self.followers.patience(START_S)
+        self._tell(WarmUpRank())
+        try:
+            super().warm_up(report)
+            self.followers.answers()
+            self.followers.patience(self.config.tp_timeout_s)
+        except BaseException as error:
+            self.followers.failed.append(0)
+            lost = self.ranks_of.exchange.lost
+            reason = None if lost is None else self.followers.lost(lost)
+            self.close()
+            raise error if reason is None else reason from error
+
     def sleep(self, level: int) -> None:
         super().sleep(level)
         self.followers.ask(SleepRank(level))
@@ -103,9 +120,10 @@ def open_leader(config: EngineConfig, report: Report = no_report) -> Leader:
     has ended meanwhile. The other ranks end with the thread that calls this, as Linux counts it."""
     check(config)
     position = position_of(os.environ, config.tp) if config.tp_launcher == "torchrun" else None
-    if config.threads is None:
-        local_ranks = config.tp if position is None else position.local_ranks
-        config = msgspec.structs.replace(config, threads=max(1, torch.get_num_threads() // local_ranks))
+    with_device_of(config, 0, position)  # refuses too few, before others start
+    local_ranks = config.tp if position is None else position.local_ranks
+    threads = max(1, torch.get_num_threads() // local_ranks) if config.threads is None else config.threads
+    config = msgspec.structs.replace(config, threads=threads, overlap_steps=False)  # whose default is on on some devices
     try:
         width = check_folder(config.model, config.tp)
     except NotCut:
@@ -119,19 +137,24 @@ def open_leader(config: EngineConfig, report: Report = no_report) -> Leader:
 
 def lead(config: EngineConfig, followers: Followers, width: int, position: RankPosition | None, report: Report) -> Leader:
     """Make rank 0's worker, when all ranks have loaded. Ends the others if it raises, as `open_leader`."""
-    exchange: Exchange | None = None
+    exchange: RankExchange | None = None
 
-    def opened(kernels: SumKernels) -> Exchange:
+    def meet(kernels: SumKernels) -> Met:
         nonlocal exchange
-        exchange = followers.exchange(config, width, kernels)
+        met = followers.meet(config, width, kernels)
+        exchange = met.exchange
         followers.watch(exchange)
-        return exchange
+        return met
 
-    def weigh(loaded: LoadedPart, moved: Callable[[], None]) -> Weights:
-        return divided_weights(loaded.module, loaded.cuts, loaded.shapes, followers, moved)
+    def weigh(loaded: LoadedPart, moved: Callable[[], None], memory: DeviceMemory) -> Weights:
+        return divided_weights(loaded.module, loaded.cuts, loaded.shapes, followers, moved, memory)
 
     try:
-        worker = open_rank(config, open_ranks(config, opened, position), report, weigh, Leader)
+        config = with_device_of(config, 0, position)
+        ranks = open_ranks(config, meet, position)
+        exchange = ranks.exchange
+        followers.watch(exchange)
+        worker = open_rank(config, ranks, report, weigh, Leader)
     except BaseException as error:
         lost = None if exchange is None else exchange.lost
         reason = None if lost is None else followers.lost(lost)  # the error here followed from it
@@ -157,6 +180,6 @@ def check(config: EngineConfig) -> None:
     for name, on in others.items():
         if on:
             raise ValueError(f"{name} with tp={config.tp}: several ranks do not support it; leave one of them out")
-    device_of(config)  # refuses a device that has no ranks yet
+    device_of(config)  # refuses one that is not there
     if sys.platform != "linux":
         raise ValueError(f"tp={config.tp}: several ranks need Linux, for the memory that they share; leave tp out")

@@ -39,12 +39,18 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     shares_memory: bool
     """two descriptors of memory follow: of the `Exchange` of all ranks, and of what rank 0 stages for this one. Otherwise ranks
     exchange over a process group, and rank 0 sends what it stages"""
+    store: str
+    """file of torch's store, if ranks share memory and their devices exchange; "": there is none"""
 
 
 class Follow(msgspec.Struct, frozen=True, tag=True):
     """Advance the states of a plan, make its copies and compute its rows. Not answered."""
 
     plan: bytes
+
+
+class WarmUpRank(msgspec.Struct, frozen=True, tag=True):
+    """Request: see `Worker.warm_up`."""
 
 
 class SleepRank(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +118,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = SleepRank | WakeRank | OpenStaged | ExchangeWeights | ReadElements | ReadMemory
+Request = WarmUpRank | SleepRank | WakeRank | OpenStaged | ExchangeWeights | ReadElements | ReadMemory
 Order = Start | Follow | StageElements | Request | StopRank
 Reply = RankAnswer | Failed
 

@@ -2,6 +2,7 @@
 
 RANK, WORLD_SIZE                  which of how many ranks this process is
 LOCAL_WORLD_SIZE                  how many of them this host has. All: they share its memory. Fewer: they share none
+LOCAL_RANK                        which of them this one is, for its CUDA device; it need not be set
 MASTER_ADDR, MASTER_PORT          where ranks find each other, by torch's store
 
 rank 0      listens at a socket ── address, secret ──► store
@@ -44,6 +45,13 @@ class RankPosition(NamedTuple):
     """of them, on this host"""
     master: tuple[str, int]
     """host and port"""
+    local_rank: int | None = None
+    """of the ranks on this host, by LOCAL_RANK; None: it is not set"""
+
+    @property
+    def number_here(self) -> int:
+        """Return the number of this rank on its host; without LOCAL_RANK, as if ranks were placed host by host."""
+        return self.rank % self.local_ranks if self.local_rank is None else self.local_rank
 
     @property
     def one_host(self) -> bool:
@@ -76,13 +84,16 @@ def position_of(environment: Mapping[str, str], tp: int) -> RankPosition:
         raise ValueError(f"tp_launcher='torchrun': {', '.join(missing)} is not set; start all ranks with {start}")
     try:
         rank, ranks, local_ranks = (int(environment[name]) for name in NAMES[:3])
+        local_rank = int(environment["LOCAL_RANK"]) if "LOCAL_RANK" in environment else None
         master = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     except ValueError:
-        values = ", ".join(f"{name}={environment[name]}" for name in NAMES)
+        values = ", ".join(f"{name}={environment[name]}" for name in (*NAMES, "LOCAL_RANK") if name in environment)
         raise ValueError(f"tp_launcher='torchrun': {values}: must be numbers; start all ranks with {start}") from None
     if ranks != tp or not 0 <= rank < ranks or not 1 <= local_ranks <= ranks:
         raise ValueError(f"RANK={rank}, WORLD_SIZE={ranks}, LOCAL_WORLD_SIZE={local_ranks} with tp={tp}: start {start}")
-    return RankPosition(rank, ranks, local_ranks, master)
+    if local_rank is not None and not 0 <= local_rank < local_ranks:
+        raise ValueError(f"LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_ranks}: start {start}")
+    return RankPosition(rank, ranks, local_ranks, master, local_rank)
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -114,6 +125,11 @@ class MeetingPlace:
         self._store.set(KEY, msgspec.json.encode(meeting))
         self._joined: dict[int, tuple[RankChannel, Joining]] = {}
         self._until = time.monotonic() + START_S
+
+    @property
+    def store(self) -> Any:
+        """Return torch's store, which all ranks have."""
+        return self._store
 
     def group(self, position: RankPosition) -> Any:
         """Make the process group of all ranks, when they do so, too."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rollout.engine.memory import placed, side_by_side
+from rollout.engine.memory import DeviceMemory, placed, side_by_side, without_hashes
 from rollout.engine.parallel.messages import ExchangeWeights, OpenStaged, RankAnswer, ReadElements, StageElements
 from rollout.engine.types import TensorInfo
 from rollout.engine.weights.cuts import Cut, Part, parts_of
@@ -246,9 +246,15 @@ class DividedWeights(Weights):
     """`Weights` of a replica of several ranks, on rank 0. inventory: of its parts."""
 
     def __init__(
-        self, module: torch.nn.Module, inventory: PartInventory, ranks: OtherRanks, lay_out: Callable[[], None]
+        self,
+        module: torch.nn.Module,
+        inventory: PartInventory,
+        ranks: OtherRanks,
+        lay_out: Callable[[], None],
+        memory: DeviceMemory | None = None,
     ) -> None:
-        super().__init__(module, lay_out=lay_out, inventory=inventory)
+        here = None if memory is None else without_hashes(memory)  # digests are of whole tensors: of payloads in host memory
+        super().__init__(module, lay_out=lay_out, memory=here, inventory=inventory)
         self._ranks = ranks
         self._parts_of = inventory.parts
         dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
@@ -340,8 +346,9 @@ def divided_weights(
     shapes: Mapping[str, Sequence[int]],
     ranks: OtherRanks,
     lay_out: Callable[[], None],
+    memory: DeviceMemory | None = None,
 ) -> DividedWeights:
-    """Make the weights of rank 0. cuts, shapes: of the whole model's tensors. lay_out: as of `Weights`."""
+    """Make the weights of rank 0. cuts, shapes: of the whole model's tensors. lay_out, memory: as of `Weights`."""
     count = len(ranks.staged_fds) + 1
     parts = [parts_of(cuts, shapes, rank, count) for rank in range(count)]
-    return DividedWeights(module, PartInventory(module, parts, ranks), ranks, lay_out)
+    return DividedWeights(module, PartInventory(module, parts, ranks), ranks, lay_out, memory)

@@ -50,9 +50,9 @@ class RefreshBuffers:
         return self.host
 
     def use(self, memory: torch.Tensor) -> None:
-        """Take [bytes] uint8 as the host buffer and as the staged weights: another process has staged them there."""
+        """Take [bytes] uint8 as the staged weights until `close`: another process has staged them there."""
         assert len(memory) >= self._size
-        self.host = self.staged = memory
+        self.staged = memory
 
     def open_on_device(self) -> bool:
         """Allocate the memory of a staging on the device, if it has room. Returns whether it has."""
@@ -66,7 +66,7 @@ class RefreshBuffers:
         self.staged = self.host_memory()
 
     def close(self) -> None:
-        """Free the memory of a staging on the device."""
+        """Free the memory of a staging on the device, or forget that of another process."""
         temporary, self.staged = self.staged is not self.host, None
         if temporary:
             self._memory.trim()

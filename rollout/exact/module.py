@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engine.cpu.exact_modules import plain_products, sum_slices, unreached, use_products, whole_sums
+from rollout.engine.cpu.exact_modules import plain_products, unreached, use_products
 from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
-from rollout.engine.cpu.sums import SLICES, Summed
 from rollout.engine.cuda.fused import NotFused
 from rollout.engine.forward.arithmetic import (
     INT8,
@@ -26,6 +25,7 @@ from rollout.engine.forward.arithmetic import (
     without_tree,
 )
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
+from rollout.engine.forward.summed import SLICES, Summed, sum_slices, whole_sums
 from rollout.engine.weights.layer_cuts import summed_products
 from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
@@ -118,9 +118,8 @@ def _use_exact_with_latents(model: Any, arithmetic: str, block_size: int, thread
 
 
 def _use_exact_with_trees(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
-    """Do the same for a service with `tree_sums`, as each one with tensor parallelism is."""
-    if model.device.type != "cpu":
-        raise ValueError(f"the service has tree_sums, and the model is on {model.device}: its sums need the CPU")
+    """Do the same for a service with `tree_sums`, as each one with tensor parallelism is, unless it is on CUDA without
+    `exact`."""
     sum_slices(summed_products(model), Summed(SLICES, None))
     try:
         made = use_exact(model, arithmetic, block_size, threads)

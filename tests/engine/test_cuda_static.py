@@ -93,6 +93,7 @@ def test_kernels_fit_as_they_are_launched(architecture: int) -> None:
     held(rows)
     assert {row["capability"] for row in rows if row["kernel"] == "attend"} == {architecture}
     sums_in_one_order(rows)
+    slices_in_one_order(rows)
 
 
 def sums_in_one_order(rows: list[dict[str, Any]]) -> None:
@@ -104,6 +105,19 @@ def sums_in_one_order(rows: list[dict[str, Any]]) -> None:
     assert [row["sum_layouts"] for row in of_norms if row["warps"] == 4] != same[:1]
     of_heads = [row["sum_layouts"] for row in rows if row["kernel"] == "rope_store" and not row["fp8"]]
     assert len(of_heads) == 2 and of_heads[0] == of_heads[1] != []
+
+
+def slices_in_one_order(rows: list[dict[str, Any]]) -> None:
+    """The sum of a slice does not depend on how many of them a rank has, though each number is compiled by itself. The control
+    has another tile."""
+    found: dict[tuple[Any, ...], dict[int, list[str]]] = {}
+    for row in rows:
+        if row["kernel"] in ("product", "grouped"):
+            of = tuple(row.get(name) for name in ("kernel", "itemsize", "near", "numbers"))
+            found.setdefault(of, {})[row["slices"]] = row["product_layouts"]
+    several = [list(each.values()) for each in found.values() if len(each) > 1]
+    assert len(several) == 6 and all(each[0] and each[0] == other for each in several for other in each)
+    assert len({str(each[1]) for (kernel, itemsize, *_), each in found.items() if (kernel, itemsize) == ("product", 2)}) > 1
 
 
 def chunks_read(rows: int, prefix: int, own: int, max_parts: int) -> int:

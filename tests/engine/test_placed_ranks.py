@@ -38,7 +38,7 @@ def in_store(rank: int, ranks: int, store: Any, local_ranks: int = 1) -> RankPos
 
 def test_the_variables_of_torchrun() -> None:
     place = position_of(TORCHRUN, 2)
-    assert place == (1, 2, 2, ("localhost", 29500)) and place.one_host
+    assert place == (1, 2, 2, ("localhost", 29500), None) and place.one_host and place.number_here == 1
     assert not position_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2).one_host
 
 
@@ -139,18 +139,16 @@ def both(*calls: Callable[[], Any]) -> list[Any]:
 def test_tensors_of_different_sizes_are_gathered(two: Two) -> None:
     own = [torch.arange(6.0).view(2, 3), torch.arange(4.0).view(2, 2)]
     shapes = [each.shape for each in own]
-    library = two[0]._library  # noqa: SLF001
     for _ in range(3):
-        for found in both(*(lambda rank=rank: two[rank].gather(own[rank], shapes, library) for rank in range(2))):
+        for found in both(*(lambda rank=rank: two[rank].gather(own[rank], shapes) for rank in range(2))):
             assert all(torch.equal(*pair) for pair in zip(found, own, strict=True))
 
 
 @needs_kernels
 def test_ranks_that_are_out_of_step_end(two: Two) -> None:
     """Instead of taking unrelated numbers: of as many bytes, which only the header tells apart."""
-    library = two[0]._library  # noqa: SLF001
     shapes = [(4,), (2,)], [(2,), (4,)]
-    found = both(*(lambda rank=rank: two[rank].gather(torch.zeros(4), shapes[rank], library) for rank in range(2)))
+    found = both(*(lambda rank=rank: two[rank].gather(torch.zeros(4), shapes[rank]) for rank in range(2)))
     assert found == [f"rank {rank} of 2 is out of step: it exchanges something else" for rank in (1, 0)]
 
 
@@ -159,7 +157,7 @@ def test_a_rank_that_does_not_come_is_not_awaited_for_ever(two: Two, monkeypatch
     monkeypatch.setattr("rollout.engine.parallel.carried.NOTICE_S", 0.0)
     two[0].patience(0.1)
     with pytest.raises(RankLost, match=r"did not answer within 0.1 s"):
-        two[0].gather(torch.zeros(4), [(4,), (4,)], two[0]._library)  # noqa: SLF001
+        two[0].gather(torch.zeros(4), [(4,), (4,)])
 
 
 @needs_kernels

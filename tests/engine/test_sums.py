@@ -13,7 +13,8 @@ import torch
 from rollout.engine.cpu.experts import Routes, sort_routes
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
-from rollout.engine.cpu.sums import SLICES, Exchange, SumKernels, Summed, shared_bytes
+from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
+from rollout.engine.forward.summed import SLICES, Summed
 from rollout.engine.types import RankLost
 from tests.support.isas import best_first
 
@@ -31,7 +32,8 @@ def exchanges(ranks: int, width: int, patience_s: float = 20.0) -> list[Exchange
     if ranks == 1:
         return [Exchange(width)]
     shared = mmap.mmap(-1, shared_bytes(ranks, width))
-    return [Exchange(width, rank, ranks, shared, patience_s) for rank in range(ranks)]
+    library = kernels().library
+    return [Exchange(width, rank, ranks, shared, patience_s, library) for rank in range(ranks)]
 
 
 def on_all(ranks: int, work: Any) -> list[Any]:
@@ -119,16 +121,16 @@ def test_instruction_sets_of_an_arithmetic_agree(isa: str) -> None:
 def test_tensors_of_different_sizes_are_gathered() -> None:
     of, shapes = exchanges(2, 4), [(3, 1000), (3, 999)]
     given = [torch.randn(*shape) for shape in shapes]  # more than a part has room for
-    for got in on_all(2, lambda rank: kernels().gather(given[rank], shapes, of[rank])):
+    for got in on_all(2, lambda rank: of[rank].gather(given[rank], shapes)):
         assert all(torch.equal(one, other) for one, other in zip(got, given, strict=True))
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     of = exchanges(2, 4, patience_s=0.2)
     with pytest.raises(RankLost, match="rank 1 of 2 did not answer within 0.2 s"):
-        kernels().gather(torch.zeros(1), [(1,), (1,)], of[0])
+        of[0].gather(torch.zeros(1), [(1,), (1,)])
     with pytest.raises(RankLost):  # and stays lost
-        kernels().gather(torch.zeros(1), [(1,), (1,)], of[0])
+        of[0].gather(torch.zeros(1), [(1,), (1,)])
 
 
 def test_ranks_out_of_step_are_seen() -> None:

@@ -135,6 +135,7 @@ def compiled(
         "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         "turn_instructions": turn_instructions(disassembled(made.asm["cubin"], tools / "nvdisasm")),
         "sum_layouts": sum_layouts(made.asm["ttgir"]),
+        "product_layouts": product_layouts(made.asm["ttgir"]),
     }
 
 
@@ -143,6 +144,14 @@ def sum_layouts(ttgir: str) -> list[str]:
     named = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     found = re.findall(r'"tt\.reduce".*?\}\)\s*:\s*\(tensor<([^>]*?), (#\w+)', ttgir, re.DOTALL)
     return [f"{shape} {named.get(layout, layout)}" for shape, layout in found]
+
+
+def product_layouts(ttgir: str) -> list[str]:
+    """Return the operation, the shapes and the layouts over threads of each product of matrices: they decide the order of its
+    sums."""
+    named = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = re.findall(r"(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b[^\n]*? : ([^\n]*?)(?: loc\([^\n]*)?\n", ttgir)
+    return [f"{name} {re.sub(r'#[a-z_0-9]+', lambda each: named.get(each[0], each[0]), types)}" for name, types in found]
 
 
 def disassembled(cubin: bytes, nvdisasm: Path) -> str:
@@ -232,15 +241,24 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     from rollout.engine.cuda.digests import BLOCKS, UNROLL
     from rollout.engine.cuda.exact import FUSED, TILES
     from rollout.engine.cuda.library_products import BY_ROWS
+    from rollout.engine.cuda.reduce import WIDTH
     from rollout.engine.cuda.sampling import BLOCK
     from rollout.engine.cuda.sampling_kernels import draw_kernel
+    from rollout.engine.forward.summed import SLICES
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
-    for itemsize, tile in (*TILES.items(), *((2, each) for each in BY_ROWS)):
-        fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "BIAS": True, "WIDEN": False}
+    sums = [(itemsize, tile, slices) for itemsize, tile in TILES.items() for slices in (1, 2, SLICES)]
+    for itemsize, tile, slices in (*sums, *((2, each, 1) for each in BY_ROWS)):
+        fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "BIAS": slices == 1, "WIDEN": False, "SLICES": slices}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
-        made = compiled(exact_kernels.product, capability, fixed, options, wide=itemsize == 4)
-        yield made | {"itemsize": itemsize}
+        other = {} if slices == 1 else {"out": FP32}
+        made = compiled(exact_kernels.product, capability, fixed, options, itemsize == 4, other)
+        yield made | {"itemsize": itemsize, "slices": slices, "numbers": tile.rows * tile.outs}
+    for parts in (2, 4, SLICES):
+        fixed = {"PARTS": parts, "BIAS": True, "WIDTH": WIDTH}
+        yield compiled(exact_kernels.add_up, capability, fixed, {"enable_fp_fusion": False}, other={"parts": FP32}) | {
+            "parts": parts
+        }
     fixed = {"WIDTH": 4096, "ADD": True, "Q_HEADS": 32, "HALF_PAD": 64, "NORM": True}
     for heads in (*SHORT, PRODUCTION._replace(block=32)):
         made = compiled(fused_kernels.rope_store, capability, constants(heads, launch) | fixed | {"HEADS_PAD": 32}, EXACT)
@@ -314,6 +332,7 @@ def experts(capability: int) -> Iterator[dict[str, Any]]:
     from rollout.engine.cuda import experts_kernels
     from rollout.engine.cuda.exact import FUSED, TILES
     from rollout.engine.cuda.experts import CHOICES_AT_ONCE, PLAIN, WIDTH
+    from rollout.engine.forward.summed import SLICES
 
     sizes = {"EXPERTS": 128, "EXPERTS_PAD": 128, "M": TILES[2].rows, "N": CHOICES_AT_ONCE}
     for kernel in (experts_kernels.count, experts_kernels.sort):
@@ -323,10 +342,13 @@ def experts(capability: int) -> Iterator[dict[str, Any]]:
     )
     for itemsize, tile in TILES.items():
         for near in ("w_in", "w_out"):  # numbers of a matrix that lie side by side: a launch makes a stride of 1 a constant
-            fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "CHOICES": 8, "BIAS": True, "WIDEN": False, near: 1}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
-            made = compiled(experts_kernels.grouped, capability, fixed, options, itemsize == 4, EXPERT_TYPES)
-            yield made | {"itemsize": itemsize, "near": near}
+            for slices in (1, SLICES):
+                fixed = {"M": tile.rows, "N": tile.outs, "K": tile.inputs, "WIDEN": False, "SLICES": slices, near: 1}
+                fixed |= {"CHOICES": 8 if slices == 1 else 0, "BIAS": slices == 1}
+                options = {"num_warps": tile.warps, "num_stages": tile.stages, **FUSED}
+                other = EXPERT_TYPES | ({} if slices == 1 else {"out": FP32})
+                made = compiled(experts_kernels.grouped, capability, fixed, options, itemsize == 4, other)
+                yield made | {"itemsize": itemsize, "near": near, "slices": slices, "numbers": tile.rows * tile.outs}
 
 
 def rows(capability: int) -> Iterator[dict[str, Any]]:

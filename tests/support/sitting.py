@@ -40,8 +40,10 @@ ALONE = tuple(
     f"tests/gpu/test_{name}.py" for name in ("weights_ways", "sleep_on_a_device", "copies_on_a_device", "overlap_on_a_device")
 )
 """those that measure time or the device's free memory"""
+SEVERAL = "tests/gpu/test_ranks_on_a_device.py"
+"""on a machine with two devices or more"""
 COMPILED = (
-    "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,prompt_attention,proven_products,"
+    "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,device_sums,prompt_attention,proven_products,"
     "recurrence_triton,experts_triton,device_digests}.py tests/rollout/test_exact_{on_device,fused}.py"
 )
 """tests that run in the interpreter elsewhere"""
@@ -109,9 +111,13 @@ COMMANDS = (
         bench("workloads", 330, "qwen3-0.6b", "workloads", ""),
         bench("fp8", 210, "qwen3-8b", "machine,attention,decode", '--against "" --kv-dtype fp8_e4m3'),
     )),
+    Command("C1", "on two devices or more: ranks", (
+        Step("devices", 20, "nvidia-smi topo -m"),
+        Step("ranks", 530, f"{PYTEST} -x -m gpu {SEVERAL}"),
+    )),
 )  # fmt: skip
-"""in order: two sittings, A and B. Each command starts as soon as the one before has ended: nobody thinks while a machine is
-held"""
+"""in order: two sittings, A and B, on one device, and C on several. Each command starts as soon as the one before has ended:
+nobody thinks while a machine is held"""
 
 
 def collected(folder: Path) -> Iterator[dict[str, object]]:
