@@ -7,9 +7,9 @@
     floor     the larger of the two
 
 The peak is that of the service's instruction set, on registers alone (c/peaks.c); if the service computes with torch, that of
-the CPU's best set. The rate depends on the size, because small data stays in a cache. Norms, rotary embeddings, the exponentials
-of attention and host work count as zero, and computing and reading overlap fully. So the floor is a bound rather than a goal,
-and a run above it is an error (`BoundBroken`).
+the CPU's best set. The rate depends on the size, because small data stays in a cache. Norms, rotary embeddings, the
+exponentials of attention and host work count as zero, and computing and reading overlap fully. So the floor is a bound rather
+than a goal, and a run above it is an error (`BoundBroken`).
 
 Peak and rates are the best of several measurements, before and after the runs; the worst one is reported too. On a busy machine
 a measurement is too low, never too high. If a run is above the floor, both are measured once more before the error."""

@@ -70,7 +70,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 def engine_of(setup: BenchSetup, weight_dtype: str) -> Engine:
     """Make an engine whose steps have one token a sequence."""
     config = setup.config(
-        weight_dtype=weight_dtype, drafts=0, kv_tokens=65_536, cpu_offload_gib=0, max_num_seqs=64, prefix_cache=False
+        weight_dtype=weight_dtype, drafts=0, kv_tokens=16_384, cpu_offload_gib=0, max_num_seqs=64, prefix_cache=False
     )
     return Engine(config, Model(load_module(setup.folder, dtype=getattr(torch, config.dtype)).eval(), config.model))
 
