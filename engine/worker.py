@@ -160,10 +160,11 @@ class Worker:
         """Run the copies of KV of a plan; called for every plan, copies or none. Returns the copies that have ended."""
         if self.kv.states is not None:
             self.kv.states.move(plan.state_moves)
-        copied = self.kv.move(plan.moves, plan.spans)
+        overlap = self.device.memory.streams is not None  # otherwise no copy meets a step
+        copied = self.kv.move(plan.moves, plan.spans if overlap else None)
         if self.kv.window is None:
             return copied
-        of_windows = self.kv.window.move(plan.window_moves, plan.window_spans)
+        of_windows = self.kv.window.move(plan.window_moves, plan.window_spans if overlap else None)
         return Copied(copied.blocks + of_windows.blocks, copied.seconds + of_windows.seconds)
 
     @torch.inference_mode()

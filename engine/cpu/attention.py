@@ -6,6 +6,8 @@ The layout of K and V inside a block depends on the instruction set (see the C f
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 MAX_GROUP, MAX_DIM, MAX_BLOCK, MAX_PLAIN = 64, 576, 512, 64 * 256
 LANES = 16
 """block sizes and head dimensions that are multiples of this are packed in the pool"""
+NO_GROUPS = np.empty((0, 3), np.int32)
 PLAN_ERRORS = {
     1: "a row has no tokens, or more tokens than context_lens allows",
     2: "a block id in block_table is outside the pool",
@@ -76,6 +79,18 @@ class Widths(NamedTuple):
     block_size: int
     head_dim: int
     value_dim: int
+
+
+class _Pool(NamedTuple):
+    """A pool as the kernel reads it."""
+
+    widths: Widths
+    block_bytes: int
+    is_bf16: bool
+    begins: np.ndarray
+    """[layers] int64, read-only: bytes from the beginning of a block to each layer, where all are of one size"""
+    begins_at: int
+    """its address"""
 
 
 class LayerCalls(NamedTuple):
@@ -158,12 +173,12 @@ class NativeAttention:
             widths: needed if values are not as wide as keys, and with `at`.
             at: [layers] int64: bytes from the beginning of a block to each layer, -1 for layers of other shapes.
         """
-        kv_heads, block_size, dim, value_dim = _check_pool(data, q_heads, widths, at)
-        itemsize = data.element_size()
-        begins = np.ascontiguousarray(np.arange(data.shape[1]) * (data.stride(1) * itemsize) if at is None else at, np.int64)
+        here = data.is_cpu and data.is_contiguous()
+        pool = _checked_pool(data.shape, data.dtype, here, q_heads, widths, at is not None)
+        begins = pool.begins if at is None else np.ascontiguousarray(at, np.int64)
         starts, lens, table = (np.ascontiguousarray(a, np.int32) for a in (query_starts, context_lens, block_table))
-        places = np.ascontiguousarray(slots, np.int64)
-        groups = np.ascontiguousarray(np.empty((0, 3)) if shared is None else shared, np.int32)
+        places = np.ascontiguousarray(slots.numpy() if isinstance(slots, torch.Tensor) else slots, np.int64)
+        groups = NO_GROUPS if shared is None else np.ascontiguousarray(shared, np.int32)
         if len(starts) != len(lens) + 1 or table.ndim != 2 or len(table) != len(lens) or groups.shape[1:] != (3,) or starts[0]:
             raise ValueError(
                 f"shapes: query_starts {starts.shape} from 0, context_lens {lens.shape}, block_table {table.shape}, "
@@ -174,14 +189,14 @@ class NativeAttention:
         chunks = np.empty((max(1, len(places)), 4), np.int32)
         threads = self.threads or torch.get_num_threads()
         struct = _Step(
-            data=data.data_ptr(), blocks=len(data), block_bytes=data.stride(0) * itemsize, kv_heads=kv_heads,
-            block_size=block_size, dim=dim, value_dim=value_dim, q_heads=q_heads, bf16=data.dtype == torch.bfloat16,
-            layer_at=begins.ctypes.data, rows=len(lens), tokens=len(places),
-            table_row=table.shape[1], threads=threads, share=shared is not None, pairs=self.pairs,
-            query_starts=starts.ctypes.data, context_lens=lens.ctypes.data, table=table.ctypes.data, slots=places.ctypes.data,
-            chunks=chunks.ctypes.data, parallel=self._parallel, barrier=self._barrier,
+            data=data.data_ptr(), blocks=len(data), block_bytes=pool.block_bytes, kv_heads=pool.widths.kv_heads,
+            block_size=pool.widths.block_size, dim=pool.widths.head_dim, value_dim=pool.widths.value_dim, q_heads=q_heads,
+            bf16=pool.is_bf16, layer_at=pool.begins_at if at is None else address(begins), rows=len(lens),
+            tokens=len(places), table_row=table.shape[1], threads=threads, share=shared is not None, pairs=self.pairs,
+            query_starts=address(starts), context_lens=address(lens), table=address(table), slots=address(places),
+            chunks=address(chunks), parallel=self._parallel, barrier=self._barrier,
         )  # fmt: skip
-        error = self._plan(ctypes.byref(struct), groups.ctypes.data, len(groups))
+        error = self._plan(ctypes.byref(struct), address(groups), len(groups))
         if error:
             raise ValueError(PLAN_ERRORS[error])
         return NativeStep(struct, begins, (struct, data, starts, lens, table, places, chunks))
@@ -271,19 +286,21 @@ class NativeAttention:
         pool must outlive the calls, which run once."""
         layers = asked.in_order
         if batch.windowed is None and kv.data.dim() == 6:  # all layers have one shape and one block table
-            steps = [self._step_of(batch, kv, 0, query.shape[1])] * asked.count
+            steps = [self._step_of(batch, kv, 0, query.shape[1])]
+            addresses = [steps[0].address] * asked.count
         else:
             places = [located(layer, batch, kv) for layer in range(asked.count)]
             steps = [self._step_of(of, pools, at, query.shape[1]) for at, of, pools in places]
+            addresses = [step.address for step in steps]
             layers = (ctypes.c_int64 * asked.count)(*(at for at, _, _ in places))
         for step in {step.address: step for step in steps}.values():
-            assert (step.at >= 0).all()
+            assert not np.count_nonzero(step.at < 0)
             assert query.shape == out.shape == (step.tokens, step.q_heads, step.shape[1])
             assert key.shape == value.shape == (step.tokens, *step.shape) and step.value_dim == step.shape[1]
             assert all(x.dtype == step.dtype for x in (query, key, value, out)) and query.stride(2) == 1
         assert all(x.is_contiguous() for x in (key, value, out)) and query.stride(0) == query.shape[1] * query.stride(1)
         calls = ctypes.create_string_buffer(self._call_bytes * asked.count)
-        pointers = (ctypes.c_void_p * asked.count)(*(step.address for step in steps))
+        pointers = (ctypes.c_void_p * asked.count)(*addresses)
         others = query.data_ptr(), query.stride(1), *(x.data_ptr() for x in (key, value, out))
         self._calls(calls, pointers, layers, asked.count, asked.scaling, asked.window, *others)
         return LayerCalls(self._within, calls, self._call_bytes)
@@ -308,20 +325,22 @@ def layers_at(kv: PagedKV, shape: tuple[int, ...]) -> np.ndarray:
     return np.array([kv.starts[i] * itemsize if each == shape else -1 for i, each in enumerate(kv.geometry.shapes)], np.int64)
 
 
-def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None, at: np.ndarray | None) -> Widths:
-    """Return the sizes of the pool. Raises ValueError if the kernel does not support it, or query heads over it."""
-    shape: tuple[int, ...]
+@lru_cache(maxsize=64)  # a pool has the same shape in every step
+def _checked_pool(
+    shape: torch.Size, dtype: torch.dtype, here: bool, q_heads: int, widths: Widths | None, placed: bool
+) -> _Pool:
+    """Describe a pool of this shape. here: it is contiguous and on the CPU. placed: it is given where each layer begins in a
+    block. Raises ValueError if the kernel does not support it, or query heads over it."""
+    inner: tuple[int, ...]
     if widths is None:
-        _, _, _, kv_heads, block_size, dim = data.shape
-        value_dim, shape = dim, (2, kv_heads, block_size, dim)
+        _, _, _, kv_heads, block_size, dim = shape
+        value_dim, inner = dim, (2, kv_heads, block_size, dim)
     else:
         kv_heads, block_size, dim, value_dim = widths
-        shape = (kv_heads * block_size * (dim + value_dim),)
-    on_cpu, fits = data.device.type == "cpu" and data.is_contiguous(), at is not None or data.shape[2:] == shape
-    if data.dtype not in (torch.bfloat16, torch.float32) or not on_cpu or not fits:
+        inner = (kv_heads * block_size * (dim + value_dim),)
+    if dtype not in (torch.bfloat16, torch.float32) or not here or not (placed or shape[2:] == inner):
         raise ValueError(
-            f"KV pool: need contiguous bf16 or fp32 [N, L, {', '.join(map(str, shape))}] on the CPU, got {data.dtype} "
-            f"{data.shape}"
+            f"KV pool: need contiguous bf16 or fp32 [N, L, {', '.join(map(str, inner))}] on the CPU, got {dtype} {shape}"
         )
     if q_heads % kv_heads or q_heads // kv_heads > MAX_GROUP:
         raise ValueError(f"{q_heads} query heads over {kv_heads} KV heads: need a multiple, at most {MAX_GROUP} ×")
@@ -333,7 +352,17 @@ def _check_pool(data: torch.Tensor, q_heads: int, widths: Widths | None, at: np.
             f"block_size={block_size}, head_dim={dim}, value_dim={value_dim}: at most {MAX_BLOCK} and {MAX_DIM}, multiples of "
             f"{LANES}"
         )
-    return Widths(kv_heads, block_size, dim, value_dim)
+    begins = np.arange(0 if placed else shape[1]) * (prod(shape[2:]) * dtype.itemsize)
+    begins.flags.writeable = False
+    pool, block_bytes = Widths(kv_heads, block_size, dim, value_dim), prod(shape[1:]) * dtype.itemsize
+    return _Pool(pool, block_bytes, dtype == torch.bfloat16, begins, begins.ctypes.data)
+
+
+def address(array: np.ndarray) -> int:
+    """Return the address of a contiguous array, in a third of the time of `array.ctypes.data` if it can be written."""
+    if not array.size or not array.flags.writeable:
+        return array.ctypes.data
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def _fresh(step: NativeStep, key: torch.Tensor | None, value: torch.Tensor | None) -> list[int | None]:

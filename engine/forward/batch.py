@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.engine.forward.adjust import in_place
 from rollout.engine.forward.sampling import SamplingBatch
 from rollout.engine.kv.states import StateRows, rows_as_table
 from rollout.engine.memory import DeviceMemory
@@ -67,19 +68,19 @@ class Batch:
         """
         starts, counts, blocks = plan.starts, plan.counts, plan.block_table
         query_starts = np.zeros(plan.num_rows + 1, np.int32)
-        np.cumsum(counts, out=query_starts[1:])
-        row_of = np.repeat(np.arange(plan.num_rows), counts)
-        positions = np.arange(plan.num_tokens) - query_starts[row_of] + starts[row_of]
+        counts.cumsum(out=query_starts[1:])
+        row_of = np.arange(plan.num_rows).repeat(counts)
+        positions = np.arange(plan.num_tokens) + (starts - query_starts[:-1]).repeat(counts)
         slots = _slots(blocks, row_of, positions, block_size)
-        row_of_logits = np.repeat(np.arange(plan.num_rows), plan.logits)
-        before_end = (np.cumsum(plan.logits) - 1)[row_of_logits] - np.arange(len(row_of_logits))
-        logits_at = query_starts[row_of_logits + 1].astype(np.int64) - 1 - before_end
+        behind = (query_starts[1:] - plan.logits.cumsum()).repeat(plan.logits)
+        logits_at = np.arange(len(behind)) + behind
         least = MIN_ROWS.get(dtype, 16)
         wanted = logits_at if len(logits_at) else np.zeros(1, np.int64)
         states = StateRows(query_starts, plan.state_reads, plan.state_writes) if len(plan.state_writes) else None
         whole = [padded(array, least) for array in (plan.token_ids.astype(np.int64), positions, wanted)]
         table = [] if states is None or memory.is_host else [rows_as_table(states).ravel()]
-        input_ids, position_ids, wanted_at, pending_at, draws, *sent = memory.send([*whole, *_pending(plan, least), *table])
+        send = in_place if memory.is_host else memory.send
+        input_ids, position_ids, wanted_at, pending_at, draws, *sent = send([*whole, *_pending(plan, least), *table])
         if len(draws):
             assert drawn is not None, "a token is pending, and nothing is in flight"
             input_ids.index_copy_(0, pending_at, drawn[draws].long())
@@ -109,7 +110,8 @@ class Batch:
 
 def _slots(table: np.ndarray, row_of: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
     """Return [T] int64: slots of tokens at these positions of these rows."""
-    slots: np.ndarray = table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    block, offset = np.divmod(positions, block_size)
+    slots: np.ndarray = table[row_of, block].astype(np.int64) * block_size + offset
     return slots
 
 

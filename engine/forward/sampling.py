@@ -22,6 +22,10 @@ DISTRIBUTIONS = 64
 """rows that torch processes together: each takes half a megabyte or more, for a whole vocabulary"""
 NUCLEUS = 512
 """number of most likely tokens that nearly always hold top_p of the probability; a row is sorted only if they do not"""
+OF_SEED, OF_INDEX, OF_POSITION = (np.array(x, np.uint64) for x in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7))
+SHIFTS = [np.array(x, np.uint64) for x in (30, 27, 31, 11)]
+FACTORS = [np.array(x, np.uint64) for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
+"""constants of `uniform`, as arrays: numpy would convert a number in each operation"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +57,20 @@ class SamplingBatch:
     @staticmethod
     def build(plan: Plan) -> SamplingBatch:
         """Build the draws of a plan."""
-        repeats = np.repeat(plan.samples // np.maximum(plan.logits, 1), plan.logits)
-        sampling, drawn_at = plan.sampling, plan.positions.astype(np.uint64)
+        sampling, logits = plan.sampling, plan.logits
         own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
-        logits_row = np.repeat(np.arange(len(repeats)), repeats)
-        draws = (plan.given < 0) | sampling["redraw"]
+        repeats = (plan.samples // np.maximum(logits, 1)).repeat(logits)
+        logits_row = np.arange(len(repeats)).repeat(repeats)
+        drawn = uniform(sampling["seed"], sampling["index"], plan.positions.astype(np.uint64))
+        scored = (plan.given >= 0) & ~sampling["redraw"]
+        if np.count_nonzero(scored):
+            drawn[scored] = -1.0 - plan.given[scored]
         return SamplingBatch(
             logits_row=logits_row,
-            uniform=np.where(draws, uniform(sampling["seed"], sampling["index"], drawn_at), -1.0 - plan.given),
+            uniform=drawn,
             forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
-            raw=bool(sampling["raw"].any()),
-            top=np.ascontiguousarray(sampling["top"]) if sampling["top"].any() else None,
+            raw=bool(np.count_nonzero(sampling["raw"])),
+            top=np.ascontiguousarray(sampling["top"]) if np.count_nonzero(sampling["top"]) else None,
             adjust=Adjust.build(plan.adjustments, logits_row),
             **own,
         )
@@ -120,18 +127,17 @@ class DrawKernel(Protocol):
 
 def uniform(seed: np.ndarray, index: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Return [D] float64 in [0, 1) for [D] uint64 seeds, sample indices and positions."""
-    with np.errstate(over="ignore"):
-        bits = _mix(seed + np.uint64(0x9E3779B97F4A7C15))
-        bits = _mix(bits ^ (index * np.uint64(0xD1B54A32D192ED03)))
-        bits = _mix(bits ^ (position * np.uint64(0x8CB92BA72F3D8DD7)))
-    unit: np.ndarray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bits = _mix(seed + OF_SEED)
+    bits = _mix(bits ^ (index * OF_INDEX))
+    bits = _mix(bits ^ (position * OF_POSITION))
+    unit: np.ndarray = (bits >> SHIFTS[3]).astype(np.float64) * 2.0**-53
     return unit
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> SHIFTS[0])) * FACTORS[0]
+    x = (x ^ (x >> SHIFTS[1])) * FACTORS[1]
+    mixed: np.ndarray = x ^ (x >> SHIFTS[2])
     return mixed
 
 
@@ -227,7 +233,9 @@ def _cuts(batch: SamplingBatch) -> MaskedTokens | None:
     some = _truncated(batch)
     if batch.forbidden:
         some[[draw for draw, _ in batch.forbidden]] = True
-    return MaskedTokens(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden) if some.any() else None
+    if not np.count_nonzero(some):
+        return None
+    return MaskedTokens(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden)
 
 
 def _truncated(batch: SamplingBatch) -> np.ndarray:

@@ -167,7 +167,6 @@ class BlockTables:
         """Set the number of cached tokens of a running sequence, at least as many as before: index the blocks that became full,
         release the blocks after them."""
         start, seq.cached = seq.cached, cached
-        seq.computed = max(seq.computed, cached)
         self.fill(seq, start)
         self.truncate(seq, -(-cached // self.block_size))
         if self.windows is not None:
@@ -222,6 +221,7 @@ class BlockTables:
         for block in reversed(seq.blocks[blocks:]):
             self.store.release(block, used=seq.running)
         seq.cut_blocks(blocks)
+        seq.computed = max(seq.computed, seq.cached)
         seq.cached = min(seq.cached, blocks * self.block_size)
         seq.mirrored = min(seq.mirrored, blocks)
 

@@ -201,7 +201,7 @@ class PinnedKV:
         to.blocks, seq.blocks = seq.blocks, []
         to.window, to.window_first, seq.window = seq.window, seq.window_first, []
         to.state_in, seq.state_in = seq.state_in, None
-        to.cached = to.computed = seq.cached
+        to.cached = seq.cached
         return to.cached
 
     def release(self, group_id: str, index: int | None = None) -> None:

@@ -79,7 +79,7 @@ class ClientCredit:
 
     def priority(self, working: Collection[str]) -> Collection[str]:
         """Return the clients with priority among those with work: those on the highest level of credit."""
-        if not self.most:
+        if not self.most or len(working) <= 1:
             return working
         level = {client: math.ceil(LEVELS * self._credit[client] / self.most) for client in working}
         highest = max(level.values(), default=0)

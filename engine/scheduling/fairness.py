@@ -22,6 +22,8 @@ def priority_clients(state: SchedulerState) -> Collection[str]:
 
 def apply_priority(state: SchedulerState) -> Decision:
     """Decide to stop the sequences of all clients but `state.clients`. Their KV stays while there is room."""
+    if all(client in state.clients for client in state.table.of_client):
+        return Decision([])
     return Decision([seq for seq in state.running if seq.state.client not in state.clients], held=True)
 
 

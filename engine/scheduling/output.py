@@ -4,6 +4,7 @@ and finishes children. Also handles failed steps."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from rollout.engine.kv.versions import KVVersions
 from rollout.engine.scheduling.plan import SampledTokens, TopLogprobs
 from rollout.engine.scheduling.sequence import Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
+from rollout.engine.scheduling.stopping import TokenCounts
 from rollout.engine.types import FinishReason, Sample
 
 Learn = Callable[[Sequence, tuple[int, ...], list[int]], None]
@@ -19,12 +21,10 @@ Learn = Callable[[Sequence, tuple[int, ...], list[int]], None]
 
 
 class _Draws(NamedTuple):
-    """What a step sampled, as lists, one item for each draw."""
+    """What a step sampled."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    raws: list[float] | list[None]
-    finite: list[bool]
+    each: list[tuple[int, float, float | None, bool]]
+    """token, log-prob, log-prob at temperature 1, and whether the logits were finite"""
     top: TopLogprobs | None
     routes: np.ndarray | None
 
@@ -40,10 +40,8 @@ def launched(state: SchedulerState, rows: list[Row]) -> None:
             count -= draws - 1  # the draws decide how many of the expected tokens count
         if count > 1 or not draws or not forked:
             state.counters.computed(seq, start, count)
-        seq.cached = cached = start + count
-        if cached > seq.computed:
-            seq.computed = cached
-        if cached // size > start // size and not seq.pending:
+        seq.cached = start + count
+        if start % size + count >= size and not seq.pending:
             state.tables.fill(seq, start)
         if draws and forked:
             seq.expect(draw)
@@ -62,10 +60,9 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
     `finish_after` children are decided over all rows."""
     samples: list[Sample] = []
     first_k: list[tuple[Sequence, FinishReason]] = []
-    tokens = sampled.tokens.tolist()
-    raws = [None] * len(tokens) if sampled.raw_logprobs is None else sampled.raw_logprobs.tolist()
-    routes = _know_prompts(rows, sampled)
-    draws = _Draws(tokens, sampled.logprobs.tolist(), raws, sampled.finite.tolist(), sampled.top, routes)
+    raws = repeat(None) if sampled.raw_logprobs is None else sampled.raw_logprobs.tolist()
+    each = [*zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), raws, sampled.finite.tolist(), strict=False)]
+    draws = _Draws(each, sampled.top, _know_prompts(rows, sampled))
     size, draw = state.config.block_tokens, 0
 
     def finish(seq: Sequence, reason: FinishReason) -> None:
@@ -85,19 +82,23 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
                 learn(seq, row.expected, seq.output[had:])
             if reason is not None:
                 finish(seq, reason)
-        elif row.draws:
-            forks = not seq.state.forked
-            for at, child in enumerate(state.fork(seq) if forks else (seq,), draw):
+        elif not row.draws:
+            continue
+        elif seq.state.forked:
+            reason = _append(state, seq, draws, draw)
+            if reason is not None:
+                finish(seq, reason)
+            elif seq.pending and seq.cached % size == 0:
+                state.tables.fill(seq, row.start + row.count)  # the next step computes this token
+        else:
+            for at, child in enumerate(state.fork(seq), draw):
                 reason = _append(state, child, draws, at)
                 if reason is not None:
                     finish(child, reason)
-                elif child.pending and child.cached % size == 0:
-                    state.tables.fill(child, row.start + row.count)  # the next step computes this token
-            if forks:
-                state.counters.began(seq.state, state.clock())
-                samples += [each for index in seq.state.cancelled for each in state.abort(seq.state.group.id, index)]
+            state.counters.began(seq.state, state.clock())
+            samples += [each for index in seq.state.cancelled for each in state.abort(seq.state.group.id, index)]
         draw += row.draws
-    assert draw == len(tokens)
+    assert draw == len(each)
     return samples + _finish_first_k(state, first_k) if first_k else samples
 
 
@@ -119,7 +120,7 @@ def _append_run(state: SchedulerState, row: Row, draws: _Draws, first: int) -> F
     reason = None
     for at in range(row.draws):
         reason = _append(state, seq, draws, first + at)
-        if reason is not None or at == len(expected) or draws.tokens[first + at] != expected[at]:
+        if reason is not None or at == len(expected) or draws.each[first + at][0] != expected[at]:
             break
     if reason != "error":
         state.tables.settle(seq, seq.cached + len(seq.output) - had - 1)
@@ -130,25 +131,30 @@ def _append_run(state: SchedulerState, row: Row, draws: _Draws, first: int) -> F
 
 def _append(state: SchedulerState, seq: Sequence, draws: _Draws, draw: int) -> FinishReason | None:
     """Append one sampled token to a sequence. Returns the finish reason if the child ends with it."""
-    if not draws.finite[draw]:
+    (token, logprob, raw_logprob, finite), version = draws.each[draw], state.version
+    if not finite:
         state.tables.distrust(seq)
         return "error"
-    token, tracked = draws.tokens[draw], seq.tracked
-    if seq.version != state.version or len(seq.output) == seq.num_output_at_start:
+    if seq.version != version or len(seq.output) == seq.num_output_at_start:
         _note_kv(state, seq)
-    seq.append(token, draws.logprobs[draw], draws.raws[draw], state.version)
-    if tracked is not None:
-        tracked.append(token)
-        if draws.top is not None:
-            tracked.append_top(draws.top, draw)
-        if draws.routes is not None:
-            tracked.append_routes(draws.routes, draw)
+    seq.append(token, logprob, raw_logprob, version)
+    if seq.tracked is not None:
+        _track(seq.tracked, token, draws, draw)
     if seq.given is not None:
         state.counters.scored_tokens += 1
         other = token != seq.given[len(seq.output) - 1]  # only if it was drawn again
         return "scored" if other or finish_reason(seq, token) is not None else None
     state.counters.generated_tokens += 1
     return finish_reason(seq, token)
+
+
+def _track(tracked: TokenCounts, token: int, draws: _Draws, draw: int) -> None:
+    """Append what a group asks for beside tokens and log-probs."""
+    tracked.append(token)
+    if draws.top is not None:
+        tracked.append_top(draws.top, draw)
+    if draws.routes is not None:
+        tracked.append_routes(draws.routes, draw)
 
 
 def _note_kv(state: SchedulerState, seq: Sequence) -> None:

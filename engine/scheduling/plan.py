@@ -150,12 +150,12 @@ class Plan(NamedTuple):
     @property
     def draws_only(self) -> bool:
         """Whether a token is sampled after every computed token, so that the step has no prefill."""
-        return self.num_tokens == int(self.logits.sum()) and not (self.given >= 0).any()
+        return self.num_tokens == int(self.logits.sum()) and not np.count_nonzero(self.given >= 0)
 
     @property
     def followed(self) -> bool:
         """Whether tokens were drafted or are given: then only the draws decide how many tokens of a row count."""
-        return bool((self.logits > 1).any() or (self.given >= 0).any())
+        return bool(np.count_nonzero(self.logits > 1) or np.count_nonzero(self.given >= 0))
 
     def encode(self) -> bytes:
         """Write the plan as msgpack, arrays as raw bytes in this machine's byte order. Raises TypeError for a field that holds

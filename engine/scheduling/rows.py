@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rollout.engine.kv.block import Block
 from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
-from rollout.engine.scheduling.sequence import Row, Sequence
+from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.states import tokens_to_junction
 
@@ -69,26 +70,25 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
     """Build the plan of at least one row. It copies what it needs of the sequences and the running table. pending:
     tokens of a step in flight may be among those to compute."""
     table, block_size = state.table, state.config.block_tokens
-    sequences, expected = [row.seq for row in rows], [row.expected for row in rows]
+    sequences = [row.seq for row in rows]
     starts = np.array([row.start for row in rows], np.int32)
     counts = np.array([row.count for row in rows], np.int32)
     samples = np.array([row.draws for row in rows], np.int32)
     places, ends = np.array([seq.place for seq in sequences]), starts + counts
-    first_token = np.cumsum(counts) - counts
-    token_ids = _token_ids(rows, first_token, np.flatnonzero((counts > 1) | (samples == 0)).tolist())
+    first_token = counts.cumsum() - counts
+    token_ids = _token_ids(rows, first_token, ((counts > 1) | (samples == 0)).nonzero()[0].tolist())
     pending_draws = [seq.pending_draw for seq in sequences] if pending else []
     pending_tokens = first_token[[i for i, draw in enumerate(pending_draws) if draw is not None]]
     token_ids[pending_tokens] = 0
-    row_of_draw = np.repeat(np.arange(len(rows)), samples)
-    sampling = table.sampling.take(places[row_of_draw])
-    positions = ends[row_of_draw] - sampling["prompt"]
-    for i in np.flatnonzero(samples > 1).tolist():
-        if not expected[i]:  # a fork: a draw for each fresh child
+    sampling = table.sampling.take(places.repeat(samples))
+    positions = ends.repeat(samples) - sampling["prompt"]
+    for i in (samples > 1).nonzero()[0].tolist():
+        if not rows[i].expected:  # a fork: a draw for each fresh child
             first = int(samples[:i].sum())
             sampling["index"][first : first + samples[i]] = sequences[i].state.fresh
-    logits, given = _look_ahead(samples, expected, positions)
-    forbids = np.flatnonzero(positions < sampling["min_tokens"]).tolist()
+    logits, given = _look_ahead(rows, samples, positions)
     reads, writes = ([], []) if state.states is None else state.states.slots_of(rows)
+    columns = -(-int(ends.max()) // block_size)
     return Plan(
         step=step,
         starts=starts,
@@ -98,28 +98,22 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
         token_ids=token_ids,
         pending_tokens=pending_tokens,
         pending_draws=np.array([draw for draw in pending_draws if draw is not None], np.int64),
-        block_table=table.table[:, : -(-int(ends.max()) // block_size)][places],
+        block_table=table.table[:, :columns][places],
         sampling=sampling,
         positions=positions,
         given=given,
-        adjustments=tuple(_adjustments(sampling["adjusted"], sequences, samples, expected)),
-        forbidden=tuple((draw, sequences[row_of_draw[draw]].state.stop_ids) for draw in forbids),
+        adjustments=tuple(_adjustments(sampling["adjusted"], rows)),
+        forbidden=_forbidden(positions < sampling["min_tokens"], rows),
         shared=tuple(shared_prefixes(rows, block_size)) if state.config.advanced.share_prefix else (),
         moves=state.store.moves,
         state_reads=np.array(reads, np.int32),
         state_writes=np.array(writes, np.int32),
         state_advances=state.state_advances,
         state_moves=state.state_moves,
-        window_table=_window_table(state, places, int(ends.max())),
+        window_table=np.zeros((0, 0), np.int32) if table.windows is None else table.windows[:, :columns][places],
         window_moves=state.window_moves,
-        prompt_routes=_prompt_routes(rows) if sampling["routes"].any() else (),
+        prompt_routes=_prompt_routes(rows) if np.count_nonzero(sampling["routes"]) else (),
     )
-
-
-def _window_table(state: SchedulerState, places: np.ndarray, end: int) -> np.ndarray:
-    """Return the block table of the windows of these places, as wide as the other one; [0, 0] without windows."""
-    table = state.table.windows
-    return np.zeros((0, 0), np.int32) if table is None else table[:, : -(-end // state.config.block_tokens)][places]
 
 
 def _prompt_routes(rows: list[Row]) -> tuple[tuple[int, int], ...]:
@@ -137,8 +131,11 @@ def _prompt_routes(rows: list[Row]) -> tuple[tuple[int, int], ...]:
 def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.ndarray:
     """Return [T] int32 tokens to compute, row after row. first_token: where each row begins. more: rows that compute more than
     the newest token, or another one."""
+    newest = np.array([row.seq.last_token for row in rows], np.int32)
+    if not more:
+        return newest
     token_ids = np.empty(int(first_token[-1] + rows[-1].count), np.int32)
-    token_ids[first_token] = [row.seq.last_token for row in rows]
+    token_ids[first_token] = newest
     for i in more:
         row = rows[i]
         ahead = row.expected[: row.draws - 1] if row.draws else ()
@@ -147,56 +144,64 @@ def _token_ids(rows: list[Row], first_token: np.ndarray, more: list[int]) -> np.
     return token_ids
 
 
-def _look_ahead(samples: np.ndarray, expected: list[tuple[int, ...]], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _look_ahead(rows: list[Row], samples: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `logits` and `given` of a plan, and correct the `positions` of draws that do not follow the last token of their
     row."""
     logits, given = np.minimum(samples, 1), np.full(len(positions), -1, np.int32)
-    for i in [i for i, tokens in enumerate(expected) if tokens]:
+    for i in [i for i, row in enumerate(rows) if row.expected]:
         logits[i], first = samples[i], int(samples[:i].sum())
         draws = slice(first, first + samples[i])
         positions[draws] -= np.arange(samples[i])[::-1]
-        if len(expected[i]) == samples[i]:
-            given[draws] = expected[i]
+        if len(rows[i].expected) == samples[i]:
+            given[draws] = rows[i].expected
     return logits, given
 
 
-def _adjustments(
-    adjusted: np.ndarray, sequences: list[Sequence], samples: np.ndarray, expected: list[tuple[int, ...]]
-) -> Iterator[LogitAdjustment]:
+def _forbidden(early: np.ndarray, rows: list[Row]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the tokens that `min_tokens` forbids, as `Plan.forbidden`. early: [D] bool, draws to which it applies."""
+    if not np.count_nonzero(early):
+        return ()
+    groups = [row.seq.state for row in rows for _ in range(row.draws)]
+    return tuple((draw, groups[draw].stop_ids) for draw in early.nonzero()[0].tolist())
+
+
+def _adjustments(adjusted: np.ndarray, rows: list[Row]) -> Iterator[LogitAdjustment]:
     """Yield how the logits of the draws `adjusted`, [D] bool, are changed: at a fork once for all children, in a row with
     expected tokens for each draw, after the tokens before it."""
-    if not adjusted.any():
+    if not np.count_nonzero(adjusted):
         return
     first = 0
-    for seq, draws, tokens in zip(sequences, samples.tolist(), expected, strict=True):
-        if draws and adjusted[first]:
-            assert seq.tracked is not None
-            if tokens:
-                yield from (seq.tracked.adjustment(first + at, 1, tokens[:at]) for at in range(draws))
+    for row in rows:
+        if row.draws and adjusted[first]:
+            tracked = row.seq.tracked
+            assert tracked is not None
+            if row.expected:
+                yield from (tracked.adjustment(first + at, 1, row.expected[:at]) for at in range(row.draws))
             else:
-                yield seq.tracked.adjustment(first, draws)
-        first += draws
+                yield tracked.adjustment(first, row.draws)
+        first += row.draws
 
 
 def shared_prefixes(rows: list[Row], block_size: int) -> list[SharedPrefix]:
     """Find runs of rows of one group that share their prompt blocks."""
-    shared = []
-    first = 0
-    while first < len(rows):
-        seq, start = rows[first].seq, rows[first].start
-        state = seq.state
-        blocks = seq.num_prompt // block_size
-        end = first + 1
-        if blocks and start >= blocks * block_size:
-            prefix = seq.blocks[blocks - 1]
-            while end < len(rows):
-                other, start = rows[end].seq, rows[end].start
-                if other.state is not state or start < blocks * block_size or other.blocks[blocks - 1] is not prefix:
-                    break
-                end += 1
-            if end - first > 1:
-                shared.append(SharedPrefix(first, end - first, blocks))
-        first = end
+    shared: list[SharedPrefix] = []
+    first = blocks = tokens = 0
+    group: GroupState | None = None
+    last: Block | None = None  # of the prefix of the run; None: its rows do not have all of it
+
+    def end_run(end: int) -> None:
+        if last is not None and end - first > 1:
+            shared.append(SharedPrefix(first, end - first, blocks))
+
+    for i, row in enumerate(rows):
+        seq = row.seq
+        if seq.state is not group or row.start < tokens or seq.blocks[blocks - 1] is not last:
+            end_run(i)
+            first, group = i, seq.state
+            blocks = seq.num_prompt // block_size
+            tokens = blocks * block_size
+            last = seq.blocks[blocks - 1] if blocks and row.start >= tokens else None
+    end_run(len(rows))
     return shared
 
 

@@ -235,7 +235,7 @@ class Sequence:
         self.blocks: list[Block] = []
         self.cached = 0
         self.computed = 0
-        """most tokens that were ever cached; if fewer are cached now, the others are computed a second time"""
+        """most tokens that were cached when some were released; those that are not cached now are computed a second time"""
         self.started = self.running = False
         """started: it ran before"""
         self.held = False
@@ -349,7 +349,7 @@ class Sequence:
             child = Sequence(self.state, index)
             child.blocks = self.blocks.copy()
             child.window, child.window_first = self.window.copy(), self.window_first
-            child.cached = child.computed = self.cached
+            child.cached = self.cached
             child.started = True
             yield child
 

@@ -3,8 +3,9 @@
     step   plan │ build: batch and index arrays of attention │ forward │ sample │ commit
            ───────────────────── host ────────────────────────           ───────────────
 
-Groups of 16 over 512 tokens decode. Only steps in which all sequences decode count. The forward is a stub that returns a few
-logits; its time is subtracted.
+Groups of 16 (of fewer sequences: one group) over 512 tokens decode. Only steps in which all sequences decode count. The forward
+is a stub that returns a few logits; its time is subtracted. `cpu_ms` is the CPU time of a whole step, the tenth percentile over
+the steps: other work on the machine changes it least.
 
 A second measurement adds a simulated device that is busy for DEVICE_MS per step: the length of a step without and with
 overlapping (`rollout.engine.pipeline`).
@@ -31,7 +32,7 @@ from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.scheduling.plan import SampledTokens
 from rollout.engine.types import Group, Sampling
 
-SEQUENCES = (128, 256)
+SEQUENCES = (1, 8, 128, 256)
 PROMPT_TOKENS, N, NEW_TOKENS = 512, 16, 256
 PARTS = ("plan", "build", "sample", "commit")
 DEVICE_MS = 2.0
@@ -111,6 +112,7 @@ def measure_sequences(sequences: int, scale: float = 1.0, threads: int | None = 
         "sequences": sequences,
         "steps": len(alone),
         **{f"{name}_ms": _median_ms(alone, name) for name in ("host", *PARTS)},
+        "cpu_ms": 1e3 * sorted(step["cpu"] for step in alone)[len(alone) // 10],
         "attention": engine.worker.backend.name,
         "device_ms": DEVICE_MS,
         "step_ms": _median_ms(beside[False], "step"),
@@ -126,14 +128,16 @@ def _decode(engine: Engine, scale: float) -> list[dict[str, float]]:
     """Return the seconds of each part of each step in which all sequences decode."""
     sequences = engine.config.most_seqs
     new = max(32, round(NEW_TOKENS * scale))  # the first group must still run when the last one forks
-    for i, prompt in enumerate(RandomText(engine.vocab_size).slices(0, sequences // N, PROMPT_TOKENS)):
-        engine.submit(Group(f"g{i}", prompt, Sampling(n=N, max_tokens=new, seed=i)))
+    n = min(N, sequences)
+    for i, prompt in enumerate(RandomText(engine.vocab_size).slices(0, sequences // n, PROMPT_TOKENS)):
+        engine.submit(Group(f"g{i}", prompt, Sampling(n=n, max_tokens=new, seed=i)))
     steps = []
     while engine.has_work:
-        before, decoded = _seconds(engine), engine.counters.decode_tokens
+        before, decoded, began = _seconds(engine), engine.counters.decode_tokens, time.thread_time()
         engine.step()
+        cpu = time.thread_time() - began
         if engine.counters.decode_tokens == decoded + sequences:
-            steps.append({name: seconds - before[name] for name, seconds in _seconds(engine).items()})
+            steps.append({"cpu": cpu} | {name: seconds - before[name] for name, seconds in _seconds(engine).items()})
     return steps
 
 

@@ -16,7 +16,7 @@ import torch
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import build
-from rollout.engine.cpu.attention import NativeAttention, Widths
+from rollout.engine.cpu.attention import NativeAttention, Widths, address
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
@@ -411,6 +411,25 @@ GOOD = {
     "slots": np.array([19, 32, 33], np.int64),
     "shared": np.array([[0, 2, 1]], np.int32),
 }
+
+
+def test_a_pool_of_another_shape_is_another_pool(best: NativeAttention) -> None:
+    """What was found out about one pool does not hold for the next one."""
+    step = best.step(torch.zeros(4, 1, 2, 2, 16, 64), q_heads=4, **GOOD)
+    other = best.step(torch.zeros(4, 3, 2, 2, 16, 32, dtype=torch.bfloat16), q_heads=4, **GOOD)
+    assert (step.at.tolist(), step.shape, step.dtype) == ([0], (2, 64), torch.float32)
+    assert (other.at.tolist(), other.shape, other.dtype) == ([0, 4096, 8192], (2, 32), torch.bfloat16)
+    with pytest.raises(ValueError, match="contiguous"):
+        best.step(torch.zeros(8, 1, 2, 2, 16, 64)[::2], q_heads=4, **GOOD)
+
+
+def test_addresses_of_arrays() -> None:
+    array = np.arange(12, dtype=np.int32)
+    kept = array.copy()
+    kept.flags.writeable = False
+    for each in (array, array[3:], kept, np.zeros((3, 4))):
+        assert address(each) == each.ctypes.data
+    assert address(array[3:]) == address(array) + 12
 
 
 @pytest.mark.parametrize(

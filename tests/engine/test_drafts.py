@@ -433,7 +433,7 @@ def append_run(state: Any, row: Any, draws: Any, first: int, trusted: bool = Fal
     seq, had, reason = row.seq, len(row.seq.output), None
     for at in range(row.draws):
         reason = output._append(state, seq, draws, first + at) or reason
-        wrong = at == len(row.expected) or (draws.tokens[first + at] != row.expected[at] and not trusted)
+        wrong = at == len(row.expected) or (draws.each[first + at][0] != row.expected[at] and not trusted)
         if wrong or (reason is not None and not deaf):
             break
     if reason != "error":
