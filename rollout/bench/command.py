@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from rollout.bench import (
+    batch_invariance,
     cache,
     conversations,
     delta,
@@ -44,6 +45,7 @@ from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
 BENCHMARKS = {
+    "batch_invariance": Benchmark(batch_invariance.measure, any_kv=True, on_device=True),
     "cache": Benchmark(cache.measure, in_process=False),
     "conversations": Benchmark(conversations.measure, in_process=False),
     "delta": Benchmark(delta.measure, in_process=False),
@@ -139,6 +141,7 @@ def check(options: BenchOptions, peers: Iterable[str], checkout: Path | None) ->
             (options.tp > 1, f"{name} runs on one rank: leave --tp {options.tp} out")
             for name in [*(name for name, _ in special), *flags]
         ),
+        (options.trace and "turns" not in options.names, f"--trace {options.trace}: only `turns` replays a trace; name it"),
         *((checkout is not None, f"--against CHECKOUT compares workloads: leave {name} out") for name in alone),
     ]
     for refused, message in rules:

@@ -54,6 +54,7 @@ class BenchOptions(NamedTuple):
     floor: bool = False
     replicas: int = 2
     tp: int = 1
+    trace: str = ""
 
     def words(self) -> list[str]:
         """Return the arguments of `rollout bench` that give these options."""

@@ -5,7 +5,7 @@
              └─ KV is reused┘└ prefilled
 
 Then the same conversations without the hint (`…_plain`): each turn is a prompt like any other, and older weights computed the
-KV of its history."""
+KV of its history. `--trace FILE` replays recorded lengths instead (`trace.py`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollout.bench import trace
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import PromptSource, stored_weights
 from rollout.bench.target import connected
@@ -48,7 +49,11 @@ class TurnSizes(NamedTuple):
 
 
 def measure(setup: BenchSetup) -> Iterator[Row]:
-    """Yield a row per turn, with the hint and without it, then the summary. Raises BenchFailed if a turn missed its refresh."""
+    """Yield a row per turn, with the hint and without it, then the summary; with --trace those of a replay (`trace.measure`).
+    Raises BenchFailed if a turn missed its refresh."""
+    if setup.options.trace:
+        yield from trace.measure(setup)
+        return
     weights = stored_weights(setup.folder)
     prompt, tool, new = (setup.scaled(tokens, 8) for tokens in (PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS))
     sizes = TurnSizes(prompt, tool, new, setup.text)

@@ -388,6 +388,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     """replicas in the `fleet`, `trust` and `vanish` benchmarks"""
     tp: int = 1
     """ranks that run the engine of workloads, which share its threads; then one rank with all threads runs in turn"""
+    trace: str = ""
+    """a file of recorded lengths for `turns` to replay; rollout/bench/trace.py describes its lines"""
 
 
 Command = (
