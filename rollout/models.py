@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import os
 import re
 import shutil
 import subprocess
@@ -129,6 +130,13 @@ def stacked_experts(named_tensors: Any, model_type: str) -> dict[str, Any]:
             raise ValueError(f"{name}: its experts are not complete: {counts}")
         found |= stack.convert(name)
     return found
+
+
+def without_torch() -> None:
+    """Keep torch out of this process, in which transformers only tokenizes: it starts four times faster. Changes nothing where
+    torch is imported already. A conversion (`resolve`) needs torch: resolve the model before."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # imports raise ModuleNotFoundError
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
 
 
 def hide_progress_bars() -> None:

@@ -35,6 +35,7 @@ def run(model: str, n: int, max_tokens: int) -> int:
     """Run the demonstration and stop the service. Returns the exit status."""
     console = Console(highlight=False)
     folder = models.resolve(model)
+    models.without_torch()
     tokenizer = models.load_tokenizer(folder)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]

@@ -102,7 +102,9 @@ def run(files: RunFiles, sampling: Sampling, address: str | None, config: Config
         if address is None:
             address = start(stack, config)
         client = stack.enter_context(connected(address, "rollout generate"))
-        coder = models.load_tokenizer(models.resolve(tokenizer or client.info.model))
+        folder = models.resolve(tokenizer or client.info.model)
+        models.without_torch()
+        coder = models.load_tokenizer(folder)
         prompts = [prompt_of(coder, line, id, number) for number, (line, id) in enumerate(zip(lines, ids, strict=True), 1)]
         todo = prompts
         if files.resume:

@@ -200,13 +200,34 @@ def test_status(tiny_service: str) -> None:
     assert status["version"] == 0 and status["kv"]["device_blocks"] == 2048
 
 
-def test_generate_with_a_service_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+GENERATE = """
+import sys
+from functools import partial
+from rollout.commands import generate
+from rollout.commands.main import main
+python, *words = sys.argv[1:]
+if python:
+    generate.service_process = partial(generate.service_process, python=python)
+status = main(words)
+print("torch" if sys.modules.get("torch") else "no torch")
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("with_model", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_generate_with_a_service_of_its_own(with_model: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """The command itself tokenizes without torch, and starts the service, which has an engine of a script by day."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "Once upon a time"}\n')
     files = ["--prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     engine = ["--model", str(tiny_model), "--engine.dtype", "float32", "--engine.kv-tokens", "4096"]
-    done = rollout("generate", *files, *engine, "--n", "2", "--max-tokens", "4")
+    python = "" if with_model else str(as_python(tmp_path))
+    command = [sys.executable, "-c", GENERATE, python, "generate", *files, *engine]
+    done = subprocess.run([*command, "--n", "2", "--max-tokens", "4"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert "no torch" in done.stdout.splitlines() and "PyTorch" not in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == [0, 1] and {len(row["token_ids"]) for row in rows} == {4}
+    assert {row["prompt_tokens"] for row in rows} == {16}
 
 
 @pytest.mark.parametrize(

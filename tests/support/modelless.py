@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout.config import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +30,12 @@ def run() -> int:
     from rollout.commands.main import main
     from tests.support.fake_engine import FakeEngine
 
-    starting.load = lambda config, progress: FakeEngine(config.limits)  # type: ignore[assignment, return-value]
+    def load(config: Config, progress: object) -> FakeEngine:
+        engine = FakeEngine(config.limits)
+        engine.model.name = config.engine.model
+        return engine
+
+    starting.load = load  # type: ignore[assignment]
     return main(sys.argv[1:])
 
 
