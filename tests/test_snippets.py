@@ -57,9 +57,10 @@ def test_a_page_works_as_printed(page: str, desk: Desk, tmp_path: Path, monkeypa
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "page", [page for page, found in PAGES.items() if any(each.mark("long") is not None for each in found)]
+    "page", ["README.md", *(page for page, found in PAGES.items() if any(each.mark("long") is not None for each in found))]
 )
 def test_a_whole_page_works_as_printed(page: str, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is marked long, and with each program in a process of its own."""
     print(page, dict(read(desk, tmp_path, PAGES[page], monkeypatch, long=True)))
 
 

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -48,6 +49,8 @@ SERVERS = (["rollout", "serve"], ["rollout", "http"])
 """commands that run until the page ends, or until another one serves at the same address"""
 SHARED = ("rollout serve smollm2",)
 """commands that pages share: the first one starts it"""
+PROGRAM = re.compile(r"python (\w+\.py)((?: [^\s|&;<>]+)*)")
+"""a command that runs a program of the page: in this process, which has imported torch; of a whole page in its own"""
 TOOLS = {
     "python": """exec {python} "$@" """,
     "rollout": """
@@ -234,6 +237,9 @@ class Reader:
             self._serve(command)
             return
         self._await_servers()
+        if not self.long and (program := PROGRAM.fullmatch(self._substituted(command).strip())):
+            self._run_program(program[1], words_of(program[2]))
+            return
         done = subprocess.run(
             ["bash", "-c", self._substituted(command)], cwd=self.folder, env=self._environment(), stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=WAIT_S,
@@ -241,6 +247,17 @@ class Reader:
         self._printed += done.stdout
         if done.returncode != 0:
             raise Broken(f"{where} ends with {done.returncode}: {done.stderr[-2000:]}")
+
+    def _run_program(self, name: str, arguments: list[str]) -> None:
+        """Run a program as `python NAME` does, without the start of a process."""
+        printed, argv = io.StringIO(), sys.argv
+        sys.argv = [name, *arguments]
+        try:
+            with contextlib.redirect_stdout(printed):
+                runpy.run_path(str(self.folder / name), run_name="__main__")
+        finally:
+            sys.argv = argv
+        self._printed += printed.getvalue()
 
     def _serve(self, command: str) -> None:
         """Start a server, in place of the one that has its address; replicas have addresses of their own."""
