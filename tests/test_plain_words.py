@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from re import _parser as sre  # type: ignore[attr-defined]
 
 import pytest
 
@@ -89,10 +90,22 @@ ROOMS = ("engine", "transport", "rollout", "recipes")
 """folders whose docstrings, comments and messages are checked too, but for measurements (rollout/bench)"""
 
 
+def required(phrase: str) -> str:
+    """Return the longest run of letters that every match has: looking for it first is ten times faster."""
+    runs = [""]
+    for kind, what in sre.parse(phrase):
+        runs = [*runs[:-1], runs[-1] + chr(what)] if kind is sre.LITERAL else [*runs, ""]
+    return max(runs, key=len).lower()
+
+
+REQUIRED = {phrase: required(phrase) for phrase in PHRASES}
+
+
 def found(text: str) -> list[str]:
     """List the phrases that occur in a text."""
     plain = re.sub(r"\s+", " ", text)
-    return [phrase for phrase in PHRASES if re.search(phrase, plain, re.IGNORECASE)]
+    lower = plain.lower()
+    return [phrase for phrase in PHRASES if REQUIRED[phrase] in lower and re.search(phrase, plain, re.IGNORECASE)]
 
 
 def pages() -> list[Path]:

@@ -459,7 +459,7 @@ def test_a_constructor_with_many_parts_is_seen() -> None:
 
 def stagings(source: str) -> list[str]:
     """List the parameters of each method `stage` of a module."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "stage"]
+    found = [node for node in statements(parsed(source)) if isinstance(node, ast.FunctionDef) and node.name == "stage"]
     return [ast.unparse(node.args) for node in found]
 
 

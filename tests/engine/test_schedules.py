@@ -47,8 +47,8 @@ def named(schedule: Callable[[int], Any], seed: int) -> None:
 
 
 def test_random_schedules() -> None:
-    """60 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
-    over_seeds(random_schedule, 0, 60)
+    """40 schedules of 50 operations: nothing lost, nothing leaked, nothing wrong, whatever fails in between."""
+    over_seeds(random_schedule, 0, 40)
 
 
 @pytest.mark.long
@@ -67,26 +67,26 @@ def test_random_schedules_long() -> None:
 
 
 def test_random_conversations() -> None:
-    """30 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
-    over_seeds(conversations, 0, 30)
+    """20 schedules of turns: a turn reads KV of the one that it continues, and no other that is older than it may be."""
+    over_seeds(conversations, 0, 20)
 
 
 def test_random_schedules_of_recurrent_state() -> None:
-    """30 schedules each: a row begins with the state of exactly the tokens before it, whatever was moved, lost or shared."""
-    over_seeds(partial(random_schedule, recurrent=True), 0, 30)
-    over_seeds(partial(conversations, recurrent=True), 0, 30)
+    """20 schedules each: a row begins with the state of exactly the tokens before it, whatever was moved, lost or shared."""
+    over_seeds(partial(random_schedule, recurrent=True), 0, 20)
+    over_seeds(partial(conversations, recurrent=True), 0, 20)
 
 
 def test_random_schedules_of_windows() -> None:
-    """30 schedules each: a row finds the KV of its window, whatever was moved, lost, shared or found; nothing stays behind
+    """20 schedules each: a row finds the KV of its window, whatever was moved, lost, shared or found; nothing stays behind
     it."""
-    over_seeds(partial(random_schedule, windows=True), 0, 30)
-    over_seeds(partial(conversations, windows=True), 0, 30)
+    over_seeds(partial(random_schedule, windows=True), 0, 20)
+    over_seeds(partial(conversations, windows=True), 0, 20)
 
 
 def test_tight_pools_of_windows_finish() -> None:
-    """12 pools in which a window and two blocks fit once or twice: no sequence waits for ever."""
-    over_seeds(partial(tight_schedule, windows=True), 0, 12)
+    """8 pools in which a window and two blocks fit once or twice: no sequence waits for ever."""
+    over_seeds(partial(tight_schedule, windows=True), 0, 8)
 
 
 @pytest.mark.parametrize("length", [16, 17, 18])
@@ -167,8 +167,8 @@ def test_a_row_up_to_a_junction_leaves_no_snapshot() -> None:
 
 
 def test_tight_pools_finish() -> None:
-    """12 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
-    over_seeds(tight_schedule, 0, 12)
+    """8 pools of 1.0 to 1.5 times the largest sequence: everything finishes, and no child is preempted without bound."""
+    over_seeds(tight_schedule, 0, 8)
 
 
 @pytest.mark.parametrize("fail", [False, True])

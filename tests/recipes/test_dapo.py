@@ -63,7 +63,7 @@ def test_groups_that_teach_nothing_end_early(client: tuple[RolloutClient, torch.
     connection, _ = client
     tokens = {}
     for decide_after in (2, None):
-        options = dataclasses.replace(OPTIONS, decide_after=decide_after, max_tokens=200, groups=1, over=1.0)
+        options = dataclasses.replace(OPTIONS, decide_after=decide_after, max_tokens=140, groups=1, over=1.0)
         sampler = dapo.Sampler(options, connection, OneInFour())
         (ready,) = sampler.take(1)
         assert ready.index == 3 and sampler.dropped == 3, "three questions pay the same for any answer"

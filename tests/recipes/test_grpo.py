@@ -144,7 +144,7 @@ def test_children_that_were_cut_go_on_under_new_weights() -> None:
 
 def test_adapters_learn_and_travel_alone() -> None:
     pytest.importorskip("peft")
-    options = dataclasses.replace(OPTIONS, steps=40, lora=True, lora_rank=16, lora_learning_rate=6e-3)
+    options = dataclasses.replace(OPTIONS, steps=25, lora=True, lora_rank=16, lora_learning_rate=6e-3)
     model = policy.with_adapters(tiny("llama"), options.lora_rank, options.lora_alpha)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     rows = list(grpo.train(options, Client(tiny("llama")), Even(), model))  # type: ignore[arg-type]

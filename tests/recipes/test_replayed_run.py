@@ -24,7 +24,7 @@ from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
 
 WAIT = 120.0
-OPTIONS = grpo.Options(steps=5, groups=2, n=4, max_tokens=40, learning_rate=3e-3)
+OPTIONS = grpo.Options(steps=3, groups=2, n=4, max_tokens=40, learning_rate=3e-3)
 
 
 class Even:

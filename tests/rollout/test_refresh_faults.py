@@ -145,10 +145,10 @@ def break_pushes(field: Field, pushes: int, seed: int) -> Counter[str]:
 
 
 def test_pushes_that_break_leave_no_trace(field: Field) -> None:
-    seen = break_pushes(field, 14, seed=0)
+    seen = break_pushes(field, len(FAULTS), seed=0)
     tokens = field.finish()
     print(f"{dict(seen)}, {tokens} tokens, 0 mixed")
-    assert min(seen[fault] for fault in FAULTS) >= 2 and tokens > 500
+    assert min(seen[fault] for fault in FAULTS) >= 1 and tokens > 250
 
 
 @pytest.mark.long

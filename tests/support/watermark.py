@@ -7,14 +7,16 @@ pushed included, so a model put together from two versions emits MIXED.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from rollout.engine.engine import Engine
-from rollout.engine.forward.batch import Batch
-from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.types import Sample
-from tests.support.configs import engine_config
+
+if TYPE_CHECKING:  # pushers need no engine, which takes seconds to import
+    from rollout.engine.engine import Engine
+    from rollout.engine.forward.batch import Batch
+    from rollout.engine.kv.pages import PagedKV
 
 VOCAB = 4096
 MIXED = VOCAB - 1
@@ -28,10 +30,12 @@ class WatermarkModel:
     vocab_size = VOCAB
     heads: Sequence[tuple[int, int, int, int]] = ((1, 1, 1, 1),)
     device = torch.device("cpu")
-    geometry = KVGeometry(1, 1, 1, torch.float32)
     eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, context: int) -> None:
+        from rollout.engine.kv.pages import KVGeometry
+
+        self.geometry = KVGeometry(1, 1, 1, torch.float32)
         self.context = context
         self.module = torch.nn.Module()
         for i in range(TENSORS):
@@ -62,6 +66,9 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def watermark_engine(context: int = 4096, **config: object) -> Engine:
+    from rollout.engine.engine import Engine
+    from tests.support.configs import engine_config
+
     options = {
         "block_size": 16,
         "kv_tokens": 65_536,
