@@ -360,10 +360,12 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
         UNROLL for (int p = 0; p < PARTS; p++) sum[p] = load(l + p * VL) * all(shrink[i]);
         for (int x = 0; x < vectors; x++) {
             vf p = exp2_(fma_(load(scores + x * VL), all(c->scale), all(-top[i])), is_bf16);
-            if (kind == PAIRS)
+            if (kind == PAIRS) {
                 p = store_rounded((bf16 *)weights + x * VL, p);
-            else
-                store(weights + x * VL, is_bf16 ? p = rounded(p) : p);
+            } else {
+                if (is_bf16) p = rounded(p);
+                store(weights + x * VL, p);
+            }
             sum[x % PARTS] += p;
         }
         UNROLL for (int p = 0; p < PARTS; p++) store(l + p * VL, sum[p]);
