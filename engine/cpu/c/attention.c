@@ -102,8 +102,8 @@ typedef struct {
     const float *a;            /* [queries][steps] words, or twice as many */
     const uint32_t *const *b;  /* words of pieces, whose rows are `row` apart */
     const int64_t *ahead;      /* for each piece, bytes from it to what is read later, to be fetched now if `fetch` */
-    int64_t acc_row, a_row, row, lane;
-    int steps, per; /* `per` steps of each piece, side by side from `lane` on; 0: all steps of each, a piece is one vector */
+    int64_t acc_row, a_row, row;
+    int steps, per; /* `per` steps of each piece, whose lanes lie side by side; 0: all steps of each, a piece is one vector */
     int fresh, fetch; /* fresh: acc starts at zero, whatever lies there */
 } Product;
 
@@ -118,9 +118,10 @@ INLINE vf multiply_add(vf acc, vf a, vf b, int kind) {
     return fma_(a, b, acc);
 }
 
-INLINE void product(const Product *p, int nq, int nv, int kind, int fetch) {
+/* nv vectors of lanes, from number `lane` on. */
+INLINE void product(const Product *p, int64_t lane, int nq, int nv, int kind, int fetch) {
     vf acc[6][4];
-    float *to = p->acc;
+    float *to = p->acc + lane;
     const int64_t acc_row = p->acc_row, row = p->row, a_row = p->a_row;
     const int per = p->per ? p->per : p->steps, words = kind == WIDENED ? 2 : 1;
     UNROLL for (int q = 0; q < nq; q++)
@@ -131,8 +132,8 @@ INLINE void product(const Product *p, int nq, int nv, int kind, int fetch) {
         const float *end = a + (left < per ? left : per) * words;
         int64_t ahead[4];
         UNROLL for (int v = 0; v < nv; v++) {
-            b[v] = p->per ? p->b[piece] + p->lane + v * VL : p->b[p->lane / VL + v];
-            ahead[v] = p->per ? p->ahead[piece] : p->ahead[p->lane / VL + v];
+            b[v] = p->per ? p->b[piece] + lane + v * VL : p->b[lane / VL + v];
+            ahead[v] = p->per ? p->ahead[piece] : p->ahead[lane / VL + v];
         }
         for (int64_t at = 0; a < end; a += words, at += row)
             UNROLL for (int odd = words - 1; odd >= 0; odd--) {
@@ -153,10 +154,10 @@ INLINE void product(const Product *p, int nq, int nv, int kind, int fetch) {
         UNROLL for (int v = 0; v < nv; v++) store(to + q * acc_row + v * VL, acc[q][v]);
 }
 
-typedef void (*ProductFn)(const Product *);
-#define KERNEL(kind, nq, name, nv)                        \
-    static void kind##_##nq##_##name(const Product *p) { \
-        p->fetch ? product(p, nq, nv, kind, 1) : product(p, nq, nv, kind, 0); \
+typedef void (*ProductFn)(const Product *, int64_t);
+#define KERNEL(kind, nq, name, nv)                                                          \
+    static void kind##_##nq##_##name(const Product *p, int64_t lane) {                     \
+        p->fetch ? product(p, lane, nq, nv, kind, 1) : product(p, lane, nq, nv, kind, 0); \
     }
 #define KERNELS(kind, nq) KERNEL(kind, nq, one, 1) KERNEL(kind, nq, two, 2) KERNEL(kind, nq, most, MOST)
 #define NAMES(kind, nq) {kind##_##nq##_one, kind##_##nq##_two, kind##_##nq##_most}
@@ -177,13 +178,10 @@ static const ProductFn kernels[2][TILE][3] = {ALL(NUMBERS), ALL(WIDENED)};
 #endif
 
 /* `vectors` of lanes, as many at a time as there is a kernel for. */
-static void multiply(Product p, int nq, int vectors, int kind) {
-    while (vectors) {
-        const int nv = vectors >= MOST ? MOST : vectors >= 2 ? 2 : 1;
-        kernels[kind][nq - 1][nv == MOST ? 2 : nv - 1](&p);
-        p.acc += nv * VL;
-        p.lane += nv * VL;
-        vectors -= nv;
+INLINE void multiply(const Product *p, int nq, int vectors, int kind) {
+    for (int v = 0, nv; v < vectors; v += nv) {
+        nv = vectors - v >= MOST ? MOST : vectors - v >= 2 ? 2 : 1;
+        kernels[kind][nq - 1][nv == MOST ? 2 : nv - 1](p, v * VL);
     }
 }
 
@@ -314,11 +312,10 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
     const Call *c = w->call;
     const int is_bf16 = (int)c->step->bf16, kind = w->kind, vectors = (n + VL - 1) / VL, size = w->size, width = w->unit * size, dim = w->width;
     const int hidden = first * size; /* tokens */
-    multiply((Product){.acc = w->scores + hidden, .acc_row = width, .a = w->q + q0 * w->steps * w->words,
-                       .a_row = w->steps * w->words,
-                       .b = b->k + hidden / VL, .ahead = b->k_ahead + hidden / VL, .row = VL, .steps = w->steps, .fresh = 1,
-                       .fetch = fetch},
-             nq, vectors - hidden / VL, kind);
+    const Product in = {.acc = w->scores + hidden, .acc_row = width, .a = w->q + q0 * w->steps * w->words,
+                        .a_row = w->steps * w->words, .b = b->k + hidden / VL, .ahead = b->k_ahead + hidden / VL, .row = VL,
+                        .steps = w->steps, .fresh = 1, .fetch = fetch};
+    multiply(&in, nq, vectors - hidden / VL, kind);
     if (c->before != 0)
         for (int i = 0; i < nq; i++)
             for (int x = hidden; x < vectors * VL; x += VL) {
@@ -377,12 +374,12 @@ static void meet(Item *w, int q0, int nq, const int32_t *positions, int64_t star
     const int tokens = is_bf16 ? 2 : 1, skip = hidden / tokens, steps = n / tokens, per = size / tokens; /* tokens of a step */
     Product out = {.acc = acc, .acc_row = dim, .a = w->weights + skip * w->words, .a_row = width, .b = b->v + first,
                    .ahead = b->v_ahead + first, .row = dim, .steps = steps - skip, .per = per, .fetch = fetch};
-    multiply(out, nq, dim / VL, kind);
+    multiply(&out, nq, dim / VL, kind);
     if (n % tokens) { /* the last pair's second token is not written yet: whatever lies there must not be read */
         const uint32_t *pair = b->v[steps / per] + (int64_t)(steps % per) * dim, *last = w->last;
         for (int d = 0; d < dim; d++) w->last[d] = pair[d] & 0xffffu;
         out.a = w->weights + steps * w->words, out.b = &last, out.steps = 1, out.fetch = 0;
-        multiply(out, nq, dim / VL, kind);
+        multiply(&out, nq, dim / VL, kind);
     }
 }
 
