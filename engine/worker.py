@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.devices import Device, StepCapacity, choose_backend, device_of, resolved, sums_name
+from rollout.engine.devices import Device, check_device, choose_backend, device_of, resolved, sums_name
 from rollout.engine.forward.arithmetic import arithmetic
-from rollout.engine.forward.attention import Backend, prepared, prepared_window
+from rollout.engine.forward.attention import Backend, StepCapacity, prepared, prepared_window
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.latent import stores_latents
 from rollout.engine.forward.model import (
@@ -304,7 +304,7 @@ def open_worker(
     if model is None:
         report(f"loading the weights as {config.dtype}")
         model = open_model(config, device.memory)
-    device.check(model)
+    check_device(device, model)
     if config.weight_offload is not None and streamed_of(model) is None:
         raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
     if config.latent_kv != stores_latents(module_of(model)):

@@ -120,7 +120,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (17, 63), "transport": (10, 15), "rollout": (17, 48)}
+MOST = {"engine": (16, 65), "transport": (10, 15), "rollout": (17, 48)}
 """rooms, and arrows between them"""
 
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from rollout.engine.config import EngineConfig
+from rollout.engine.weights.layer_cuts import summed_products
+
 SLICES = 8
 """of the inputs of a product, over all ranks"""
 
@@ -84,3 +87,12 @@ def whole_sums(module: nn.Module) -> None:
     for each in module.modules():
         if summed_of(each) is not None:
             del each.summed
+
+
+def mark_sums(module: nn.Module, config: EngineConfig) -> None:
+    """Mark the products of a whole model that are summed over slices. Those of several ranks are marked when they are
+    loaded."""
+    if config.tp == 1:
+        whole_sums(module)
+        if config.sums_in_tree:
+            sum_slices(summed_products(module), Summed(SLICES, None))

@@ -19,13 +19,13 @@ from torch.nn.functional import linear
 
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release
 from rollout.bench.gpu_bench import Bench, Rows, kept
+from rollout.engine.cuda.attention import TritonAttention
 from rollout.engine.cuda.exact import Tile, exact_linear, product
 from rollout.engine.cuda.graphs import cuda_capture
 from rollout.engine.cuda.launches import Launches
 from rollout.engine.cuda.library_products import library_products
 from rollout.engine.cuda.proofs import Unproven
-from rollout.engine.devices import StepCapacity, TritonAttention
-from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.attention import Scores, StepCapacity
 from rollout.engine.kv.pages import KVGeometry
 
 CALLS = 10

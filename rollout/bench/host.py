@@ -24,8 +24,10 @@ import torch
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.inputs import RandomText
 from rollout.engine.config import EngineConfig
-from rollout.engine.devices import Backend, Device, NativeAttention
+from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.devices import Device
 from rollout.engine.engine import Engine
+from rollout.engine.forward.attention import Backend
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.sampling import PendingTokens, SamplingBatch
 from rollout.engine.kv.pages import KVGeometry, PagedKV

@@ -23,17 +23,18 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.backward import fast_in_bf16
-from rollout.engine.devices import NativeAttention, ReferenceAttention
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.latent import OURS, latent_heads_of
+from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.kv.pages import KVGeometry
 from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
 from rollout.exact.recurrence import ROWS
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, Scores], torch.Tensor]
-"""signature of `rollout.engine.devices.Backend.attend`"""
+"""signature of `rollout.engine.forward.attention.Backend.attend`"""
 
 
 def trainer_attention(block_size: int = 32, threads: int | None = None, isa: str | None = None) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from rollout.engine.cuda import exact
-from rollout.engine.cuda.attention import arithmetic_on
+from rollout.engine.cuda.attention import TritonAttention, arithmetic_on
+from rollout.engine.cuda.device import draw_kernel
 from rollout.engine.cuda.exact import make_exact, make_plain
 from rollout.engine.cuda.library_products import LIBRARY, ExactProducts, choose_products, library_products, triton_products
 from rollout.engine.cuda.proofs import Linear, Unproven
 from rollout.engine.cuda.recurrence import TritonMixers
-from rollout.engine.devices import StepCapacity, TritonAttention, draw_kernel
-from rollout.engine.forward.attention import Scores
+from rollout.engine.forward.attention import Scores, StepCapacity
 from rollout.engine.forward.recurrence import CONV, names_in_forward
 from rollout.exact.recurrence import use_exact_recurrence_on_device
 
@@ -37,8 +37,9 @@ Heads = tuple[int, int, int, int, int]
 
 
 class DeviceAttention:
-    """`rollout.engine.devices.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so far. A batch
-    is prepared once for all layers of one shape. programs: concurrent programs of the kernel; None = chosen for the device."""
+    """`rollout.engine.forward.attention.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so
+    far. A batch is prepared once for all layers of one shape. programs: concurrent programs of the kernel; None = chosen for
+    the device."""
 
     def __init__(self, device: torch.device, programs: int | None = None) -> None:
         self._device = device

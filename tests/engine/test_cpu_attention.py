@@ -18,10 +18,12 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import build
 from rollout.engine.cpu.attention import NativeAttention, Widths, address
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
-from rollout.engine.devices import CannotAttend, CpuDevice, CudaDevice, StepCapacity, choose_backend
-from rollout.engine.forward.attention import Scores
+from rollout.engine.cuda.device import CudaDevice
+from rollout.engine.devices import choose_backend
+from rollout.engine.forward.attention import CannotAttend, Scores, StepCapacity
 from rollout.engine.forward.reference import ReferenceAttention, tanh
 from tests.support import paged
 from tests.support.isas import best_first

@@ -14,7 +14,7 @@ from rollout.bench.inputs import lognormal  # noqa: E402
 from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.attention import parts_for  # noqa: E402
 from rollout.engine.cuda.launches import KNOWN, PROGRAM_BYTES, LaunchLimits, choose, over_blocks  # noqa: E402
-from rollout.engine.devices import StepCapacity  # noqa: E402
+from rollout.engine.forward.attention import StepCapacity  # noqa: E402
 from tests.support import cuda_compile  # noqa: E402
 
 PROCESSORS = 132

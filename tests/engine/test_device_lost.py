@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rollout.engine.devices import CpuDevice, CudaDevice, of_cuda
+from rollout.engine.cpu.device import CpuDevice
+from rollout.engine.cuda.device import CudaDevice, of_cuda
 from rollout.engine.engine import Engine
 from rollout.engine.types import DeviceLost
 from rollout.engine.worker import Worker

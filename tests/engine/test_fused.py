@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rollout.engine.cpu.device import CpuDevice  # noqa: E402
 from rollout.engine.cuda import fused_kernels  # noqa: E402
+from rollout.engine.cuda.device import fuse  # noqa: E402
 from rollout.engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # noqa: E402
-from rollout.engine.devices import CpuDevice, fuse  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402

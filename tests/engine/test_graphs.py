@@ -106,7 +106,7 @@ def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(
 ) -> None:
     eager, _ = small_engine(None)
     monkeypatch.setattr("rollout.engine.memory.pinned", anonymous)
-    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(HostDriver()))
+    monkeypatch.setattr("rollout.engine.cpu.device.HostMemory", lambda: eager_memory(HostDriver()))
     graphed, stub = small_engine(Captured)
     assert stub is not None
     sample = wanted["a", 0]

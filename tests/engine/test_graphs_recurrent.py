@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda.device import CudaDevice, use_triton_mixers  # noqa: E402
 from rollout.engine.cuda.graphs import StepGraphs  # noqa: E402
 from rollout.engine.cuda.recurrence import TritonMixers  # noqa: E402
-from rollout.engine.devices import CudaDevice, use_triton_mixers  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.memory import anonymous  # noqa: E402
@@ -58,7 +58,7 @@ def small() -> Iterator[None]:
         patch.setattr("rollout.engine.worker.try_out", lambda *_: None)
         patch.setattr("rollout.engine.worker.check_model", lambda *_: None)
         patch.setattr("rollout.engine.memory.pinned", anonymous)
-        patch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(HostDriver()))
+        patch.setattr("rollout.engine.cpu.device.HostMemory", lambda: eager_memory(HostDriver()))
         yield
 
 
@@ -134,7 +134,7 @@ def test_a_model_without_kernels_is_refused_by_name(caplog: pytest.LogCaptureFix
     made = CudaDevice.__new__(CudaDevice)
     made.memory = engine.worker.device.memory  # type: ignore[assignment]
     monkeypatch.setattr("torch.cuda.Stream", lambda: None)
-    monkeypatch.setattr("rollout.engine.devices.cuda_capture", lambda aside: lambda run: run)
+    monkeypatch.setattr("rollout.engine.cuda.device.cuda_capture", lambda aside: lambda run: run)
     config = engine_config()
     assert use_triton_mixers(served) == f"+{TritonMixers.arithmetic}"
     assert isinstance(made.graphs(served, config, engine.worker.backend), StepGraphs)

@@ -13,12 +13,13 @@ from torch import nn
 
 from rollout.engine.config import EngineConfig, WeightOffload
 from rollout.engine.cpu.build import NativeUnavailable
+from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.cpu.exact_modules import NotServed
 from rollout.engine.cpu.int8 import GROUP, Int8Kernels, Int8Linear, int8_kernels
 from rollout.engine.cpu.int8_modules import codes_in, plain_weights, use_int8
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
-from rollout.engine.devices import CpuDevice, CudaDevice
+from rollout.engine.cuda.device import CudaDevice
 from rollout.engine.engine import Engine
 from rollout.engine.forward.arithmetic import INT8
 from rollout.engine.forward.model import UnsupportedModel

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu import isa
-from rollout.engine.devices import CudaDevice
+from rollout.engine.cuda.device import CudaDevice
 from rollout.engine.engine import Engine
 from rollout.engine.forward.arithmetic import LATENT
 from rollout.engine.forward.latent import LatentHeads, plain_kv, use_latent_kv

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.engine import devices, pipeline, worker
 from rollout.engine import engine as engine_module
+from rollout.engine import pipeline, worker
+from rollout.engine.cpu import device
 from rollout.engine.cpu.exact_modules import plain_products
 from rollout.engine.cuda.memory import to_device, to_host
 from rollout.engine.engine import Engine
@@ -58,7 +59,7 @@ class Record:
         self.events: list[tuple[str, int]] = []
         self.fail_at: set[int] = set()
         self.steps = 0
-        monkeypatch.setattr(devices, "launch_draws", self.launch)
+        monkeypatch.setattr(device, "launch_draws", self.launch)
 
     def launch(self, logits: torch.Tensor, batch: SamplingBatch, native: Any) -> PendingTokens:
         self.steps += 1

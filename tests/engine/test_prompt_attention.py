@@ -16,11 +16,17 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.config import AdvancedConfig, EngineConfig  # noqa: E402
+from rollout.engine.cpu.device import CpuDevice  # noqa: E402
 from rollout.engine.cuda import prompts as module  # noqa: E402
 from rollout.engine.cuda import tiles  # noqa: E402
+from rollout.engine.cuda.attention import TritonAttention  # noqa: E402
+from rollout.engine.cuda.device import CudaDevice, fuse, use_cudnn_prompts  # noqa: E402
 from rollout.engine.cuda.prompts import NotTaken, PromptAttention, cudnn_prompts  # noqa: E402
-from rollout.engine.devices import CpuDevice, CudaDevice, StepCapacity, TritonAttention, device_of, fuse, use_cudnn_prompts  # noqa: E402
-from rollout.engine.forward.attention import Scores  # noqa: E402
+from rollout.engine.devices import device_of  # noqa: E402
+from rollout.engine.forward.attention import (
+    Scores,  # noqa: E402
+    StepCapacity,  # noqa: E402
+)
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.kv.pages import KVGeometry, PagedKV  # noqa: E402

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import exact, library_products  # noqa: E402
+from rollout.engine.cuda.device import equip_exact  # noqa: E402
 from rollout.engine.cuda.exact import make_plain  # noqa: E402
 from rollout.engine.cuda.library_products import (  # noqa: E402
     BY_ROWS,
@@ -24,7 +25,6 @@ from rollout.engine.cuda.library_products import (  # noqa: E402
     without_splits,
 )
 from rollout.engine.cuda.proofs import Unproven, WeightShape, numbers, prove_row_invariant, shapes_of  # noqa: E402
-from rollout.engine.devices import equip_exact  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.exact import on_device  # noqa: E402

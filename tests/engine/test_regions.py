@@ -143,7 +143,7 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("driver", [HostDriver(), None], ids=["staying", "moving"])
 def test_an_engine_forgets_its_graphs_where_memory_moves(driver: HostDriver | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And only there; samples go on over a nap either way."""
-    monkeypatch.setattr("rollout.engine.devices.HostMemory", lambda: eager_memory(driver))
+    monkeypatch.setattr("rollout.engine.cpu.device.HostMemory", lambda: eager_memory(driver))
     made, plain = (tiny_engine(attention="reference", cpu_offload_gib=0.01) for _ in range(2))
     forgotten: list[str] = []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.engine.devices import CpuDevice
+from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group, Sample, Sampling, WeightUpdate
 from rollout.engine.weights import staging

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.devices import draw_kernel
+from rollout.engine.cuda.device import draw_kernel
 from rollout.engine.forward.sampling import SamplingBatch, sample
 from rollout.engine.scheduling.plan import SampledTokens
 from rollout.engine.types import Sampling

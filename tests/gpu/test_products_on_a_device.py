@@ -10,7 +10,7 @@ from rollout.engine.cuda import exact
 from rollout.engine.cuda.library_products import TILED_ROWS, PaddedProduct, by_library, by_rows, library_version, proven
 from rollout.engine.cuda.prompts import cudnn_prompts
 from rollout.engine.cuda.proofs import Unproven, WeightShape, numbers, prove_row_invariant
-from rollout.engine.devices import StepCapacity
+from rollout.engine.forward.attention import StepCapacity
 from tests.support.on_device import needs_cuda
 
 SHAPES = [WeightShape((2048, 1024, 1024), 1024), WeightShape((3072, 3072), 1024), WeightShape((1024,), 3072)]

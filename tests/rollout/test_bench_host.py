@@ -36,7 +36,7 @@ def test_bench_host_prints_the_parts(
 
 def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, made slow, is the one that grows."""
-    import rollout.engine.devices as devices
+    import rollout.engine.cpu.device as device
     import rollout.engine.pipeline as pipeline
     import rollout.engine.worker as worker
 
@@ -53,7 +53,7 @@ def test_what_a_part_takes_shows_in_it(clock: Clock, monkeypatch: pytest.MonkeyP
     targets = {
         "plan": (pipeline.Scheduler, "plan"),
         "build": (worker.Batch, "build"),
-        "sample": (devices, "launch_draws"),
+        "sample": (device, "launch_draws"),
         "commit": (pipeline.Scheduler, "commit"),
     }
     for name, (owner, attribute) in targets.items():

@@ -16,9 +16,12 @@ from torch.nn.functional import silu
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.config import AdvancedConfig, EngineConfig  # noqa: E402
+from rollout.engine.cpu.device import CpuDevice  # noqa: E402
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
+from rollout.engine.cuda.attention import TritonAttention  # noqa: E402
+from rollout.engine.cuda.device import CudaDevice, equip_exact  # noqa: E402
 from rollout.engine.cuda.fused import FusedDecoder, NotFused  # noqa: E402
-from rollout.engine.devices import CpuDevice, CudaDevice, StepCapacity, TritonAttention, equip_exact  # noqa: E402
+from rollout.engine.forward.attention import StepCapacity  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402

@@ -14,9 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
-from rollout.engine.cuda.attention import TritonUnavailable  # noqa: E402
+from rollout.engine.cuda.attention import (
+    TritonAttention,  # noqa: E402
+    TritonUnavailable,  # noqa: E402
+)
+from rollout.engine.cuda.device import use_triton_mixers  # noqa: E402
 from rollout.engine.cuda.exact import make_exact  # noqa: E402
-from rollout.engine.devices import StepCapacity, TritonAttention, use_triton_mixers  # noqa: E402
+from rollout.engine.forward.attention import StepCapacity  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
 from rollout.engine.types import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
@@ -59,8 +63,8 @@ def samples() -> dict[tuple[str, int], Sample]:
     make_exact(made)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     with pytest.MonkeyPatch.context() as patch:
-        for kind in ("CpuDevice", "CudaDevice"):  # their own products are others
-            patch.setattr(f"rollout.engine.devices.{kind}.equip", lambda *_: None)
+        for kind in ("cpu.device.CpuDevice", "cuda.device.CudaDevice"):  # their own products are others
+            patch.setattr(f"rollout.engine.{kind}.equip", lambda *_: None)
         patch.setattr(
             "rollout.engine.worker.check_model", lambda served: None
         )  # it has a test of its own, and takes a minute here
@@ -190,8 +194,8 @@ def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind:
     plain = made_of(kind)
     served = made_of(kind)
     make_exact(served)
-    for device in ("CpuDevice", "CudaDevice"):
-        monkeypatch.setattr(f"rollout.engine.devices.{device}.equip", lambda *_: None)
+    for device in ("cpu.device.CpuDevice", "cuda.device.CudaDevice"):
+        monkeypatch.setattr(f"rollout.engine.{device}.equip", lambda *_: None)
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     engine = tiny_engine(model=served, device=DEVICE, kv_tokens=256, **options)

@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollout.engine.cuda.attention import TritonAttention
 from rollout.engine.cuda.fused import FusedDecoder
-from rollout.engine.devices import StepCapacity, TritonAttention
+from rollout.engine.forward.attention import StepCapacity
 from rollout.engine.forward.model import Model
 
 SHAPE = {

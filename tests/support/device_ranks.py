@@ -16,13 +16,14 @@ from torch._C._distributed_c10d import HashStore
 
 from rollout.engine import memory as engine_memory
 from rollout.engine.config import EngineConfig
+from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import Exchange, SumKernels
+from rollout.engine.cuda.device import equip_exact, fuse, use_triton_mixers
 from rollout.engine.cuda.reduce import DeviceExchange, process_group, sum_over_ranks
-from rollout.engine.devices import CpuDevice, equip_exact, fuse, mark_sums, use_triton_mixers
 from rollout.engine.forward.attention import Backend
 from rollout.engine.forward.model import ExecutionPath, Model
-from rollout.engine.forward.summed import RankExchange
+from rollout.engine.forward.summed import RankExchange, mark_sums
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.parallel.ranks import shared_exchange
 from rollout.engine.parallel.weights import DividedWeights, divided_weights
@@ -55,7 +56,7 @@ def over_gloo(device: torch.device, host: Exchange, store: Callable[[], Any]) ->
 
 def as_on_cuda(self: CpuDevice, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath:
     """Stand in for `CpuDevice.equip` with what `CudaDevice.equip` does; layers are fused if `fused_layers` says so."""
-    mark_sums(model, config)
+    mark_sums(model.module, config)
     if model.states is not None:
         use_triton_mixers(model)
     fused = bool(config.advanced.fused_layers)

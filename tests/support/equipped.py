@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.devices import CpuDevice
+from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.forward.model import ExecutionPath, Model
 from rollout.engine.forward.reference import ReferenceAttention
 

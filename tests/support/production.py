@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.devices import StepCapacity, TritonAttention
-from rollout.engine.forward.attention import Scores
+from rollout.engine.cuda.attention import TritonAttention
+from rollout.engine.forward.attention import Scores, StepCapacity
 from rollout.engine.kv import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
