@@ -25,8 +25,8 @@ import torch
 from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward.shards import LoadedPart
 from rollout.engine.memory import DeviceMemory
-from rollout.engine.parallel.carried import CarriedExchange
 from rollout.engine.parallel.followers import resident_bytes
+from rollout.engine.parallel.group_exchange import GroupExchange
 from rollout.engine.parallel.messages import (
     ExchangeWeights,
     Failed,
@@ -159,7 +159,7 @@ def follow(channel: RankChannel, ready: Callable[[], None] = lambda: None, place
             return Met(exchange, partial(shared_store, start.store, config.tp))
         assert placed is not None
         group, store = process_group(placed.store, placed.position), placed.store
-        return Met(CarriedExchange(start.width, start.rank, config.tp, group, kernels.library), lambda: store)
+        return Met(GroupExchange(start.width, start.rank, config.tp, group, kernels.library), lambda: store)
 
     def weigh(loaded: LoadedPart, moved: Callable[[], None], memory: DeviceMemory) -> Weights:
         parts.update(parts_of(loaded.cuts, loaded.shapes, start.rank, config.tp))

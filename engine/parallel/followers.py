@@ -26,7 +26,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.sums import SumKernels, shared_bytes
 from rollout.engine.devices import exchanges_itself
 from rollout.engine.forward.summed import RankExchange
-from rollout.engine.parallel.carried import CarriedExchange
+from rollout.engine.parallel.group_exchange import GroupExchange
 from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankChannel, ReadMemory, Reply, Start, StopRank
 from rollout.engine.parallel.placement import MeetingPlace, RankPosition
 from rollout.engine.parallel.ranks import Met, shared_exchange, shared_store
@@ -241,7 +241,7 @@ class PlacedFollowers(Followers):
             if self.shares_memory:
                 return super().meet(config, width, kernels)
             store = self._place.store
-            exchange = CarriedExchange(width, 0, config.tp, self._place.group(self._position), kernels.library)
+            exchange = GroupExchange(width, 0, config.tp, self._place.group(self._position), kernels.library)
             return Met(exchange, lambda: store)
         finally:
             self._place.close()

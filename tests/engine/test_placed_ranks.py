@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import HashStore
 
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import SumKernels
-from rollout.engine.parallel.carried import CarriedExchange
 from rollout.engine.parallel.follower import Follower
+from rollout.engine.parallel.group_exchange import GroupExchange
 from rollout.engine.parallel.messages import Joining, RankChannel
 from rollout.engine.parallel.placement import KEY, Address, MeetingPlace, RankPosition, connect, position_of, process_group
 from rollout.engine.types import RankLost
@@ -100,7 +100,7 @@ def test_a_message_of_a_rank_without_a_name_is_no_name() -> None:
             RankChannel(ours, Joining).recv()
 
 
-Two = list[CarriedExchange]
+Two = list[GroupExchange]
 needs_kernels = pytest.mark.skipif(choose("auto").kernels is None, reason="ranks need the kernels of the CPU")
 
 
@@ -111,9 +111,9 @@ def two() -> Any:
     assert kernels is not None
     library = SumKernels(kernels).library
 
-    def made(rank: int) -> CarriedExchange:
+    def made(rank: int) -> GroupExchange:
         group = process_group(store, in_store(rank, 2, store))
-        return CarriedExchange(64, rank, 2, group, library)
+        return GroupExchange(64, rank, 2, group, library)
 
     with ThreadPoolExecutor(2) as pool:
         exchanges = list(pool.map(made, range(2)))
@@ -154,7 +154,7 @@ def test_ranks_that_are_out_of_step_end(two: Two) -> None:
 
 @needs_kernels
 def test_a_rank_that_does_not_come_is_not_awaited_for_ever(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engine.parallel.carried.NOTICE_S", 0.0)
+    monkeypatch.setattr("rollout.engine.parallel.group_exchange.NOTICE_S", 0.0)
     two[0].patience(0.1)
     with pytest.raises(RankLost, match=r"did not answer within 0.1 s"):
         two[0].gather(torch.zeros(4), [(4,), (4,)])
@@ -174,7 +174,7 @@ def test_the_thread_ends_with_the_exchange(two: Two) -> None:
 def test_an_engine_whose_ranks_share_nothing_carries(tmp_path: Path) -> None:
     """The control of the tests of equal bits."""
     with ranks_in_threads(hosts=True), closing(ranked_engine(saved(tmp_path, "float32"), 2, "float32")) as engine:
-        assert isinstance(engine.worker.ranks_of.exchange, CarriedExchange)  # type: ignore[attr-defined]
+        assert isinstance(engine.worker.ranks_of.exchange, GroupExchange)  # type: ignore[attr-defined]
         ranks = engine.status()["ranks"]
         assert [each["rank"] for each in ranks] == [0, 1] and all(each["rss_bytes"] > 0 for each in ranks)
 

@@ -1,5 +1,4 @@
-"""The exchange of ranks that share no memory: a thread of each rank carries what it exchanges to the others, over a process
-group.
+"""The exchange of ranks that share no memory: a thread of each rank sends its parts to the others over a process group.
 
     step ── writes this rank's part, arrives ──► memory of this process ◄── parts of the others, as if they had written them
                                                         │     ▲
@@ -43,7 +42,7 @@ class TimeSpec(ctypes.Structure):
     _fields_ = [("seconds", c_long), ("nanoseconds", c_long)]
 
 
-class CarriedExchange(Exchange):
+class GroupExchange(Exchange):
     """One rank's view of an exchange over a process group.
 
     Args:
@@ -59,7 +58,7 @@ class CarriedExchange(Exchange):
         self._broken = False
         self._closed = threading.Event()
         self._meeting.of[rank].asleep = 1  # the thread: so the kernels wake it
-        threading.Thread(target=self._carry, name="rollout-ranks", daemon=True).start()
+        threading.Thread(target=self._send_parts, name="rollout-ranks", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -103,7 +102,7 @@ class CarriedExchange(Exchange):
         self._group.allgather([received], [sent], options).wait()
         return [(int(each[:HEADER].view(torch.int64)[0]), each.numpy()[HEADER:]) for each in received]
 
-    def _carry(self) -> None:
+    def _send_parts(self) -> None:
         """Carry this rank's sums, one after the other. Ends with the first that fails: the kernels' patience ends, too."""
         turn = 0
         while self._arrives(turn + 1):
