@@ -103,7 +103,7 @@ class GroupExchange(Exchange):
         return [(int(each[:HEADER].view(torch.int64)[0]), each.numpy()[HEADER:]) for each in received]
 
     def _send_parts(self) -> None:
-        """Carry this rank's sums, one after the other. Ends with the first that fails: the kernels' patience ends, too."""
+        """Exchange the sums of this rank, one after the other. Returns after one fails: the kernels then time out."""
         turn = 0
         while self._arrives(turn + 1):
             turn += 1
