@@ -156,14 +156,26 @@ void rollout_linear(const Team *team, const Linear *l, const void *x, int64_t ro
     run(team, alone, &work);
 }
 
-/* The same x times `count` matrices of one shape, one product after the other, each into `out`, as layers do it: every product fetches
-   the beginning of the next one. For the benchmark. */
-void rollout_linears(const Team *team, const Linear *l, int64_t count, const void *x, int64_t rows, void *packed, void *out) {
-    for (int64_t i = 0; i < count; i++) {
-        Products work = {.l = {l + i}, .out = {out}, .count = 1, .x = x, .rows = rows, .packed = packed,
-                         .then = l + i + 1, .then_count = i + 1 < count};
-        run(team, alone, &work);
+typedef struct {
+    const Linear *l;
+    int64_t count, rows;
+    const void *x;
+    void *packed, *out;
+} InTurn;
+static void in_turn(void *worker, void *work) {
+    const InTurn *a = work;
+    for (int64_t i = 0; i < a->count; i++) {
+        const Products p = {.l = {a->l + i}, .out = {a->out}, .count = 1, .x = a->x, .rows = a->rows, .packed = a->packed,
+                            .then = a->l + i + 1, .then_count = i + 1 < a->count};
+        linear(worker, &p);
+        barrier(worker);
     }
+}
+/* The same x times `count` matrices of one shape, one product after the other, each into `out`, as layers do it: in one region, and
+   every product fetches the beginning of the next one. For the benchmark. */
+void rollout_linears(const Team *team, const Linear *l, int64_t count, const void *x, int64_t rows, void *packed, void *out) {
+    InTurn work = {.l = l, .count = count, .rows = rows, .x = x, .packed = packed, .out = out};
+    run(team, in_turn, &work);
 }
 
 /* The most that x takes as any product of this type reads it. */

@@ -16,7 +16,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
-enum { SPINS = 400 };
+enum { SPINS = 1200 };
 
 INLINE void pause_(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -91,7 +91,7 @@ INLINE int64_t take(Worker *w, int64_t items) {
     return -1;
 }
 
-/* Wait for all threads: awake for some 10 µs, then asleep, as the one that is missing may need this very core. */
+/* Wait for all threads: awake for some 20 µs, then asleep, as the one that is missing may need this very core. */
 static void barrier(Worker *w) {
     Region *r = w->region;
     const int32_t phase = w->phase++;
