@@ -25,6 +25,14 @@ def narrowed(x, out, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out + n, tl.load(x + n, mask=n < size, other=0.0).to(out.dtype.element_ty), mask=n < size)
 
 
+@triton.jit
+def combined(x, out, number, other, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [WIDTH] = (x [WIDTH] + number) · other, and then the last of x, less number."""
+    n = tl.arange(0, WIDTH)
+    tl.store(out + n, (tl.load(x + n) + number) * other)
+    tl.store(out + WIDTH, tl.load(x + (WIDTH - 1)) - number)
+
+
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
@@ -52,6 +60,27 @@ def test_bf16_is_rounded_to_the_nearest() -> None:
     wide = torch.empty(len(x))
     narrowed[(1,)](made, wide, len(x), WIDTH=8192)
     assert torch.equal(wide[~x.isnan()], made[~x.isnan()].float())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "number", "other", "wrong"),
+    [
+        ([0, 5], 2**31 - 6, 1, ""),
+        ([0, 6], 2**31 - 6, 1, "add"),
+        ([-5, -4], 4, 2**31 - 1, ""),
+        ([-6, -4], 4, 2**31 - 1, "mul"),
+        ([2, -(2**31)], 1, 1, "sub"),
+    ],
+)
+def test_an_integer_that_overflows_is_seen(numbers: list[int], number: int, other: int, wrong: str) -> None:
+    """In any element of a block, at the first number that 32 bits do not hold, and not before it."""
+    x, out = torch.tensor(numbers, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    if wrong:
+        with pytest.raises(Exception, match=f"int32 overflow detected for operation {wrong}"):
+            combined[(1,)](x, out, number, other, WIDTH=2)
+    else:
+        combined[(1,)](x, out, number, other, WIDTH=2)
+        assert out.tolist() == [(one + number) * other for one in numbers] + [numbers[-1] - number]
 
 
 def by_place(a: np.ndarray, b: np.ndarray, added: np.ndarray) -> np.ndarray:

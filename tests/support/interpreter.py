@@ -1,6 +1,8 @@
 """Products of Triton's interpreter whose order of sums is written here. Its own are numpy's, whose BLAS picks an order by the
 shape, the place of a row and the CPU; a test of bits judges the order of our kernels, and nothing of the machine's. And its
-conversions to bf16 round to the nearest, as a device and torch do; its own cut the bits off."""
+conversions to bf16 round to the nearest, as a device and torch do; its own cut the bits off.
+
+What it computes again at each operation, types and whether an integer overflows, is computed once, or in numpy."""
 
 from __future__ import annotations
 
@@ -73,3 +75,59 @@ def use_ordered_dot() -> None:
         return made
 
     interpreter._convert_float = convert_float
+    keep_types()
+    check_overflows_in_numpy()
+
+
+def keep_types() -> None:
+    """Make types and shapes of tensors once for all tensors that have them, which takes a third of an operation's time."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    blocks, sizes, arrays = dict[Any, dict[str, Any]](), dict[Any, Any](), dict[str, Any]()
+    make_block, make_tensor, array_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        numbers = (getattr(one, "value", one) for one in getattr(shape, "values", shape))
+        key = element_ty.name, getattr(element_ty, "address_space", ""), *numbers
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in sizes:
+            make_tensor(self, handle, type)
+            sizes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype, (self.numel, self.shape) = handle, type, type.scalar, sizes[key]
+
+    def kept_array_type(type: Any) -> Any:
+        if type.name not in arrays:
+            arrays[type.name] = array_type(type)
+        return arrays[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    interpreter._get_np_dtype = kept_array_type
+
+
+WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def check_overflows_in_numpy() -> None:
+    """Check sums, differences and products of integers as Triton does, in 64 bits, without its tensors of the numbers between:
+    they take as long as all else."""
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def checked(self: Any, one: Any, other: Any, operation: Any) -> None:
+        kind = one.type.scalar
+        if kind.int_bitwidth < 8 or kind.int_bitwidth >= 64 or kind != other.type.scalar:
+            return check(self, one, other, operation)
+        wide = WIDE[operation.__name__](one.handle.data, other.handle.data, dtype=np.int64)
+        assert wide.min() >= kind.get_int_min_value() and wide.max() <= kind.get_int_max_value(), (
+            f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+        )
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = checked
