@@ -29,9 +29,8 @@ def position(config: Config, args: ServeArgs) -> RankPosition:
 def follow(config: Config, place: RankPosition) -> int:
     """Follow rank 0 until it ends. Returns the exit status. Raises CannotServe."""
     from rollout import models
-    from rollout.commands.starting import without_collection
 
-    with without_collection():
+    with models.without_collection():
         from rollout.engine.parallel.follower import FAILED, follow_placed
 
     models.hide_progress_bars()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -99,10 +98,11 @@ def open_ledger(config: Config) -> Ledger | None:
 def load(config: Config, progress: Phases) -> Engine:
     """Make the engine of `config.engine`; downloads its model if necessary. Raises CannotServe, ValueError."""
     progress.begin("importing torch and transformers")
-    with without_collection():
+    from rollout import models
+
+    with models.without_collection():
         import torch
 
-        from rollout import models
         from rollout.engine.engine import Engine
         from rollout.engine.forward.model import BrokenModel, UnsupportedModel
 
@@ -129,19 +129,6 @@ def load(config: Config, progress: Phases) -> Engine:
     for line in lines.engine_lines(engine.status(), threads):
         progress.say(line)
     return engine
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Do not look for garbage inside the block: imports make half a million objects that stay, and looking through them again
-    and again takes a sixth of their time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def kernels_phase(config: EngineConfig) -> str:
