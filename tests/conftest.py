@@ -99,8 +99,11 @@ def loads_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     comparisons use `loads_in_full` (tests/engine/test_models.py, test_cpu_judge.py, …)."""
     if "loads_in_full" in request.fixturenames:
         return
+    from tests.support.loads import decide_once  # with transformers, which a process that only hands out tests does not need
+
     monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)
     monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33))
+    monkeypatch.setattr("rollout.engine.cpu.device.decide", decide_once)
 
 
 @pytest.fixture

@@ -597,6 +597,7 @@ WHOLE = {
     "tests/engine/test_simulated.py": "schedules of thousands of steps",
     "tests/engine/test_pressure.py": "a pool that is too small for seconds on end",
     "tests/engine/test_schedules.py": "hundreds of schedules",
+    "tests/engine/test_loads.py": "whole models",
     "tests/engine/test_versions.py": "loads the engine",
 }
 """no torch in them, and yet not quick"""

@@ -311,6 +311,7 @@ def test_new_weights_are_seen(name: str) -> None:
 HYBRID = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, LINEAR, FULL], "head_dim": 128}
 
 
+@pytest.mark.usefixtures("loads_in_full")
 @pytest.mark.parametrize(
     ("name", "sizes", "why"),
     [

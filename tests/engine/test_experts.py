@@ -225,6 +225,7 @@ def test_every_spelling_of_a_product_is_ours_or_refused() -> None:
             made(x)
 
 
+@pytest.mark.usefixtures("loads_in_full")
 def test_a_product_that_shows_in_the_forward_only_leaves_the_model_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     made = build("kolibri1", torch.bfloat16)
     router: Any = next(each for each in made.modules() if type(each).__name__ == "Kolibri1TopKRouter")

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.cpu import select_path
 from rollout.engine.engine import Engine
 from rollout.engine.forward.random_weights import blank
 from rollout.engine.parallel.follower import Placed, follow
@@ -107,6 +108,7 @@ def ranks_in_threads(hosts: bool = False) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollout.engine.parallel.leader.Followers", made)
+        patch.setattr("rollout.engine.cpu.device.decide", select_path.decide)  # in step: none leaves out what another computes
         yield
 
 
