@@ -75,6 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # torch, transformers and all tests are a million objects: a look through them takes half a second
     gc.enable()
+    gc.set_threshold(50_000, 20, 100)  # engines that tests drop are small, and looking for them takes a twentieth of the time
 
 
 def pytest_unconfigure() -> None:

@@ -289,6 +289,10 @@ def test_more_than_256_experts_take_two_bytes() -> None:
     routing = Routing(layers=(1, 2), chosen=8, experts=512, decoder_layers=100)
     assert (routing.dtype, routing.bytes_per_token) == (np.uint16, 32)
     assert Routing(layers=(0,), chosen=2, experts=256, decoder_layers=100).dtype == np.uint8
+
+
+@pytest.mark.long
+def test_routes_of_more_than_256_experts() -> None:
     made = build("qwen3_moe", torch.bfloat16, num_experts=300, num_local_experts=300)
     engine = Engine(EngineConfig(block_size=8, kv_tokens=512, routed_experts=True, threads=1), Model(copy.deepcopy(made), "m"))
     use_exact(made, engine.arithmetic, block_size=8)

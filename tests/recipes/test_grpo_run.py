@@ -21,7 +21,7 @@ from rollout.metrics.catalog import METRICS
 from rollout.recipes import grpo, program
 
 ROOT = Path(__file__).parents[2]
-STEPS = 5
+STEPS = 3
 
 
 class Even:
