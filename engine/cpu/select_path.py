@@ -21,7 +21,7 @@ from torch import nn
 
 from rollout.engine.cpu.decoder import CHECKED_ROWS, EchoAttention, NativeDecoder
 from rollout.engine.cpu.exact_modules import NotServed, plain_products, unreached, use_products
-from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.int8 import Int8Linear, int8_kernels
 from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.layer_steps import NotNative
@@ -58,9 +58,8 @@ def decide(
     with callers(module) as called:
         plain = _logits(module_forward, module)
     products, decoder, room, why = _products(module, name, asked, isa, whole)
-    use_whole_vectors(called.found.values())
     try:
-        use_products(module, products.isa, {*unreached(module, called)})
+        install(module, products, called)
         exact, arithmetic = _logits(module_forward, module), products.arithmetic
     except NotServed as error:  # of a matrix, or in the forward
         plain_products(module)
@@ -91,6 +90,13 @@ def decide(
         0.0 if torch_bits else _furthest(exact, plain),
     )
     return ExecutionPath(decoder, arithmetic, torch_bits, why, not crowded)
+
+
+def install(module: nn.Module, products: Products, called: Callers) -> None:
+    """Let a module multiply with our products, and compute its element-wise functions in whole vectors. called: what its
+    forward reaches. Raises NotServed."""
+    use_whole_vectors(called.found.values())
+    use_products(module, products.isa, {*unreached(module, called)})
 
 
 def _products(

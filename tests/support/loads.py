@@ -8,8 +8,8 @@ from torch import nn
 
 from rollout.engine.cpu import select_path
 from rollout.engine.cpu.decoder import NativeDecoder
-from rollout.engine.cpu.exact_modules import plain_products, unreached, use_products
-from rollout.engine.cpu.functions import callers, use_whole_vectors
+from rollout.engine.cpu.exact_modules import plain_products
+from rollout.engine.cpu.functions import callers
 from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.products import NativeProducts, products_of
 from rollout.engine.forward.model import ExecutionPath
@@ -38,8 +38,7 @@ def decide_once(
         plain_products(module)
         with callers(module) as called:
             select_path._logits_of_rows(module_forward, module)
-        use_whole_vectors(called.found.values())
-        use_products(module, products.isa, {*unreached(module, called)})
+        select_path.install(module, products, called)
         decoder = None if chosen[key].why else NativeDecoder(module, asked, products.kernels)
         return chosen[key]._replace(decoder=decoder)
     path = select_path.decide(module, name, asked, module_forward, isa, whole)
