@@ -23,10 +23,7 @@ from rollout.engine.cuda.attention import TritonAttention  # noqa: E402
 from rollout.engine.cuda.device import CudaDevice, fuse, use_cudnn_prompts  # noqa: E402
 from rollout.engine.cuda.prompts import NotTaken, PromptAttention, cudnn_prompts  # noqa: E402
 from rollout.engine.devices import device_of  # noqa: E402
-from rollout.engine.forward.attention import (
-    Scores,  # noqa: E402
-    StepCapacity,  # noqa: E402
-)
+from rollout.engine.forward.attention import Scores, StepCapacity  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.kv.pages import KVGeometry, PagedKV  # noqa: E402

@@ -14,10 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import sampling, tiles  # noqa: E402
-from rollout.engine.cuda.attention import (
-    TritonAttention,  # noqa: E402
-    TritonUnavailable,  # noqa: E402
-)
+from rollout.engine.cuda.attention import TritonAttention, TritonUnavailable  # noqa: E402
 from rollout.engine.cuda.device import use_triton_mixers  # noqa: E402
 from rollout.engine.cuda.exact import make_exact  # noqa: E402
 from rollout.engine.forward.attention import StepCapacity  # noqa: E402
