@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.engine.config import EngineConfig
+from rollout.engine.config import AdvancedConfig, EngineConfig
 from rollout.engine.engine import Engine
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.on_device import DEVICE, Samples, agree, captured_of, engine
@@ -90,7 +90,7 @@ def test_smollm2(smollm2: Path) -> None:
         return run(Engine(EngineConfig(model=str(smollm2), attention=attention, **options, **more)), some)  # type: ignore[arg-type]
 
     want = samples()
-    assert_same(want, samples(share_prefix=False))
+    assert_same(want, samples(advanced=AdvancedConfig(share_prefix=False)))
     assert_same(want, samples(cuda_graphs=False))
     trainer = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16, attn_implementation="sdpa").to(DEVICE).eval()
     differences = [sample.logprobs - plain_logprobs(trainer, prompt, sample) for sample in want.values()]
