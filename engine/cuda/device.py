@@ -61,7 +61,7 @@ class CudaDevice:
             if device.index >= torch.cuda.device_count():
                 raise ValueError(f"device={config.device}: the last one here is cuda:{torch.cuda.device_count() - 1}")
             torch.cuda.set_device(device.index)  # Triton and events take the current one
-        self.memory = CudaMemory(device, device_hashes(), open_driver(device))
+        self.memory = CudaMemory(device, device_hashes(device), open_driver(device))
         self._kernel = draw_kernel()
         large = torch.cuda.get_device_properties(device).total_memory >= LARGE_BYTES
         self.sizes = (1024, 8192) if large else (256, 2048)

@@ -13,7 +13,7 @@ algorithm; it is copied to the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -136,9 +136,14 @@ class DeviceHashes:
         return digests
 
 
-def device_hashes() -> type[DeviceHashes] | None:
-    """Return `DeviceHashes`; None without Triton."""
-    return None if find_spec("triton") is None else DeviceHashes
+def available() -> bool:
+    """Return whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def device_hashes(device: torch.device) -> Callable[[int], DeviceHashes] | None:
+    """Return what makes `DeviceHashes` of a number of rows on a device; None without Triton."""
+    return partial(DeviceHashes, device=device) if available() else None
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Run]
-"""runs a forward, and returns a function that repeats it: the same work on the same addresses, with the same result tensor"""
+"""may run a forward, and returns a function that repeats it: the same work, the same addresses, the same result tensor"""
 
 
 class LayerRing(Protocol):
@@ -141,13 +141,13 @@ class StepGraphs:
                 log.warning("no memory is left to capture a forward, larger steps run without graphs tokens=%d", shape.tokens)
                 for made in (self.sizes, self.mixed):
                     made[:] = [smaller for smaller in made if smaller < shape.tokens]
-                if not self._replays:
-                    self._capture = self._new_capture()  # torch drops a pool whose only graph has failed
+                self._renew_unused()
                 return self._forward(batch, kv, backend)
             except RuntimeError as error:
                 kind = "steps with prefill run" if shape.logits else "decode runs"
                 log.warning("%s without CUDA graphs, the forward cannot be captured reason=%r", kind, str(error))
                 (self.mixed if shape.logits else self.sizes).clear()
+                self._renew_unused()
                 return self._forward(batch, kv, backend)
         if self._ring is not None:
             self._ring.join()
@@ -164,6 +164,11 @@ class StepGraphs:
         self._replays.clear()
         self._logits = None
         self._capture = self._new_capture()
+
+    def _renew_unused(self) -> None:
+        """Capture into another pool if no graph is in this one: torch drops a pool whose only graph has failed."""
+        if not self._replays:
+            self._capture = self._new_capture()
 
     def _size(self, batch: Batch) -> int | None:
         """Return the tokens of the graph for a step; None: there is none. Rows that write no state have drafts: the host keeps
@@ -223,12 +228,16 @@ class StepGraphs:
                 self._ring.join()
             return self._logits[:rows]
 
+        writes = self._state_rows[2].clone()
+        self._state_rows[2].fill_(-1)  # a capture may run the forward, and its replay would advance states a second time
         try:
             replay = self._capture(run)
         except BaseException:
             if self._ring is not None:
                 self._ring.fill()
             raise
+        finally:
+            self._state_rows[2].copy_(writes)
         log.info("captured a forward tokens=%d logits=%d seconds=%.2f", size, rows, time.perf_counter() - started)
         return replay
 

@@ -1,16 +1,19 @@
-"""Products for `exact` by cuBLASLt, where a check at load proves that they do not depend on the batch; otherwise by Triton.
+"""Products for `exact` by cuBLASLt, for those shapes of a model for which a check at load proves that they do not depend on the
+batch; otherwise by Triton.
 
-cuBLASLt chooses a kernel, and whether to split the sum along the inputs, by the shape of a product. torch can forbid splits.
-The rest is proven (`rollout.engine.cuda.proofs`), and a product is never called with a number of rows that was not: rows are
-padded to the next one that was, and more than the most are cut into pieces.
+cuBLASLt chooses a kernel, and whether to split the sum along the inputs, by the shape of a product. torch can forbid splits,
+but for 1,024 outputs of 3,072 inputs few rows have other sums all the same (seen on an H200, cuBLAS 13.1). So each shape is
+proven (`rollout.engine.cuda.proofs`), and a product is never called with a number of rows that was not: rows are padded to the
+next one that was, and more than the most are cut into pieces.
 
-The name of the arithmetic has the library's version and a digest of the results of the proof, in which sums of another order
-show: exact_lt/1/cublas13.1.0-5f0c2a91."""
+The name of the arithmetic has the library's version and a digest of the proven shapes and of the results of their proofs, in
+which sums of another order show: exact_lt/1/cublas13.1.0-5f0c2a91."""
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -75,13 +78,14 @@ class PaddedProduct:
 class ProvenProduct:
     """A product by a library for weights of proven shapes; Triton's for others, such as those of an adapter."""
 
-    def __init__(self, product: PaddedProduct, shapes: Sequence[WeightShape]) -> None:
-        self.product = product
+    def __init__(self, product: PaddedProduct, shapes: Sequence[WeightShape], others: Linear | None = None) -> None:
+        """others: Triton's; None: with the fixed tile."""
+        self.product, self.others = product, others
         self.sizes = {(outs, shape.inputs) for shape in shapes for outs in (*shape.outs, sum(shape.outs))}
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, outs]."""
-        multiply: Linear = self.product if tuple(weight.shape) in self.sizes else exact.product
+        multiply: Linear = self.product if tuple(weight.shape) in self.sizes else self.others or exact.product
         return multiply(x, weight, bias)
 
 
@@ -128,36 +132,56 @@ def library_version() -> str:
 
 
 def library_products(module: nn.Module) -> ExactProducts:
-    """Return cuBLASLt's products for a model in 16 bits on CUDA. Raises Unproven if their rows depend on the number of rows."""
+    """Return cuBLASLt's products for a model in 16 bits on CUDA. Raises Unproven if their rows depend on the number of rows for
+    every shape."""
     like = next(module.parameters())
     if like.device.type != "cuda" or like.element_size() != 2:
         raise Unproven(f"cuBLASLt multiplies in 16 bits on CUDA, and the model is in {like.dtype} on {like.device}")
     if not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"):
         raise Unproven(f"torch {torch.__version__} cannot forbid split sums")
-    return proven(PaddedProduct(by_library), shapes_of(module), library_version(), like)
+    shapes, version = shapes_of(module), library_version()
+    return proven(PaddedProduct(by_library), shapes, version, like, tiled(shapes, like))
 
 
-def proven(product: PaddedProduct, shapes: Sequence[WeightShape], version: str, like: torch.Tensor) -> ExactProducts:
-    """Return the products with their name. Raises Unproven."""
-    try:
-        digest = prove_row_invariant(product, shapes, product.rows, like)
-    except RuntimeError as error:  # torch's: no memory, or no kernel
-        raise Unproven(f"a product failed: {str(error)[:200]}") from error
-    return ExactProducts(ProvenProduct(product, shapes), f"{LIBRARY}/cublas{version}-{digest}")
+def proven(
+    product: PaddedProduct, shapes: Sequence[WeightShape], version: str, like: torch.Tensor, others: Linear | None = None
+) -> ExactProducts:
+    """Return products with their name: the library's for the shapes for which that is proven, `others` for the rest. Raises
+    Unproven if no shape is."""
+    digests: dict[WeightShape, str] = {}
+    why = "the model has no linear layers"
+    for shape in shapes:
+        try:
+            digests[shape] = prove_row_invariant(product, [shape], product.rows, like)
+        except Unproven as error:
+            why = str(error)
+        except RuntimeError as error:  # torch's: no memory, or no kernel
+            why = f"a product failed: {str(error)[:200]}"
+    if not digests:
+        raise Unproven(why)
+    if len(digests) < len(shapes):
+        log.info("cuBLASLt multiplies %d of %d shapes, Triton the others reason=%r", len(digests), len(shapes), why)
+    digest = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=4).hexdigest()
+    return ExactProducts(ProvenProduct(product, list(digests), others), f"{LIBRARY}/cublas{version}-{digest}")
 
 
 def triton_products(module: nn.Module) -> ExactProducts:
     """Return Triton's products: with a tile by the number of rows, if that has the bits of the fixed tile on this device."""
+    return ExactProducts(tiled(shapes_of(module), next(module.parameters(), torch.empty(0))), exact.ARITHMETIC)
+
+
+def tiled(shapes: Sequence[WeightShape], like: torch.Tensor) -> Linear:
+    """Return Triton's product with a tile by the number of rows, if that has the bits of the fixed tile for these shapes and
+    the dtype and device of `like`; otherwise with the fixed one."""
     from triton.runtime.errors import TritonError
 
-    like = next(module.parameters(), torch.empty(0))
     if like.device.type == "cuda" and like.element_size() == 2:
         try:
-            prove_row_invariant(by_rows, shapes_of(module), TILED_ROWS, like, against=exact.product)
-            return ExactProducts(by_rows, exact.ARITHMETIC)
+            prove_row_invariant(by_rows, shapes, TILED_ROWS, like, against=exact.product)
+            return by_rows
         except (Unproven, RuntimeError, TritonError) as error:  # the last: more shared memory than there is
             log.info("the exact product has one tile for all rows reason=%r", str(error)[:200])
-    return ExactProducts(exact.product, exact.ARITHMETIC)
+    return exact.product
 
 
 def by_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Sampling on a GPU: one program per draw, three passes over its row of logits, which is in the cache after the first.
 
     1   the largest logit, and whether all are finite
-    2   the sum of exp(logit / temperature - largest), block by block in double precision
-    3   the same sum again, up to the block where it exceeds uniform · total; the token is in this block
+    2   the sum of exp(logit / temperature - largest) in double precision, of every N-th token first
+    3   the same sum again: of a segment of blocks at a time, up to the one where it exceeds uniform · total, and there block by
+        block; the token is in this block
 
 A draw with truncation or forbidden tokens finds the smallest weight to keep between 1 and 2: by bisection over the bits of a
 number in [0, 1], one pass each. `engine/cpu/c/sampling.c` does the same, but drops settled tokens.
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+SEGMENT = tl.constexpr(16)
+"""blocks whose weights are added up before the sum is compared: a program waits for its threads as often as it compares"""
 
 
 @triton.jit
@@ -29,13 +33,13 @@ def logits_left(row, n, vocabulary, forbidden, first, last):
 @triton.jit
 def reaching(row, vocabulary, forbidden, first, last, top, scale, least, COUNTED: tl.constexpr, N: tl.constexpr):
     """Return the number of weights ≥ `least`, or their sum."""
-    total = tl.full((), 0.0, tl.float64)
+    total_of = tl.zeros((N,), tl.float64)
     for start in range(0, vocabulary, N):
         x = logits_left(row, start + tl.arange(0, N), vocabulary, forbidden, first, last)
         weight = tl.exp((x - top) / scale)
         amount = tl.where(weight >= least, 1.0, 0.0) if COUNTED else tl.where(weight >= least, weight, 0.0)
-        total += tl.sum(amount.to(tl.float64))
-    return total
+        total_of += amount.to(tl.float64)
+    return tl.sum(total_of)
 
 
 @triton.jit
@@ -67,24 +71,41 @@ def least_kept(asked, stride, row, vocabulary, forbidden, first, last, top, scal
 
 
 @triton.jit
+def kept_weights(row, n, vocabulary, forbidden, first, last, top, scale, least, CUT: tl.constexpr):
+    """Return the weights of tokens n in double precision, 0 for those that are left out."""
+    weight = tl.exp((logits_left(row, n, vocabulary, forbidden, first, last) - top) / scale)
+    if CUT:
+        weight = tl.where(weight >= least, weight, 0.0)
+    return weight.to(tl.float64)
+
+
+@triton.jit
 def passing(row, end, vocabulary, forbidden, first, last, top, scale, least, target, CUT: tl.constexpr, N: tl.constexpr):
-    """Return the first token at which the sum of the weights exceeds `target`; `vocabulary` if there is none."""
+    """Return the first token at which the sum of the weights exceeds `target`; `vocabulary` if there is none. A number that is
+    within rounding of an edge may take the neighbour."""
     n = tl.arange(0, N)
     below = tl.full((), 0.0, tl.float64)
     start = 0
     token = vocabulary
     while (start < end) & (token == vocabulary):
-        x = logits_left(row, start + n, vocabulary, forbidden, first, last)
-        weight = tl.exp((x - top) / scale)
-        if CUT:
-            weight = tl.where(weight >= least, weight, 0.0)
-        weight = weight.to(tl.float64)
-        block = tl.sum(weight)
-        if below + block > target:
-            passed = (below + tl.cumsum(weight) > target) & (weight > 0)
-            token = tl.min(tl.where(passed, start + n, vocabulary))
-        below += block
-        start += N
+        stop = tl.minimum(start + SEGMENT * N, end)
+        total_of = tl.zeros((N,), tl.float64)
+        for at in range(start, stop, N):
+            total_of += kept_weights(row, at + n, vocabulary, forbidden, first, last, top, scale, least, CUT)
+        segment = tl.sum(total_of)
+        if below + segment > target:
+            before = below
+            at = start
+            while (at < stop) & (token == vocabulary):
+                weight = kept_weights(row, at + n, vocabulary, forbidden, first, last, top, scale, least, CUT)
+                block = tl.sum(weight)
+                if before + block > target:
+                    passed = (before + tl.cumsum(weight) > target) & (weight > 0)
+                    token = tl.min(tl.where(passed, at + n, vocabulary))
+                before += block
+                at += N
+        below += segment
+        start = stop
     return token
 
 
@@ -113,8 +134,8 @@ def looked_at(row, vocabulary, forbidden, first, last, CUT: tl.constexpr, N: tl.
 def sums(row, end, vocabulary, forbidden, first, last, top, highest, scale, least, CUT: tl.constexpr, N: tl.constexpr):
     """Return the sum of the weights kept, the sum of all at temperature 1, and the last token with a weight."""
     n = tl.arange(0, N)
-    total = tl.full((), 0.0, tl.float64)
-    plain = tl.full((), 0.0, tl.float64)
+    total_of = tl.zeros((N,), tl.float64)
+    plain_of = tl.zeros((N,), tl.float64)
     furthest = tl.zeros((N,), tl.int32)
     for start in range(0, end, N):
         x = logits_left(row, start + n, vocabulary, forbidden, first, last)
@@ -122,10 +143,10 @@ def sums(row, end, vocabulary, forbidden, first, last, top, highest, scale, leas
         if CUT:
             weight = tl.where(weight >= least, weight, 0.0)
             x = tl.load(row + start + n, mask=start + n < vocabulary, other=float("-inf")).to(tl.float32)
-        total += tl.sum(weight.to(tl.float64))
-        plain += tl.sum(tl.exp(x - highest).to(tl.float64))
+        total_of += weight.to(tl.float64)
+        plain_of += tl.exp(x - highest).to(tl.float64)
         furthest = tl.where(weight > 0, start + n, furthest)
-    return total, plain, tl.max(furthest)
+    return tl.sum(total_of), tl.sum(plain_of), tl.max(furthest)
 
 
 @triton.jit

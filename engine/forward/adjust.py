@@ -94,7 +94,7 @@ class Adjust(NamedTuple):
         finite = torch.isfinite(rows).all(-1, keepdim=True)
         rows[bias] += biases
         kept = rows[allowed]
-        rows[restricted] = NOT_ALLOWED
+        rows.index_fill_(0, restricted, NOT_ALLOWED)  # a number that is assigned would be copied to the device
         rows[allowed] = kept
         seen = rows[repetition]
         rows[repetition] = torch.where(seen > 0, seen / repetitions, seen * repetitions)

@@ -12,7 +12,7 @@ import xxhash
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import digests  # noqa: E402
-from rollout.engine.cuda.digests import DeviceHashes, digests_of  # noqa: E402
+from rollout.engine.cuda.digests import DeviceHashes, device_hashes, digests_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = [0, 1, 16, 17, 128, 129, 240, 241, 255, 256, 960, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 33_793, 70_000]
@@ -54,6 +54,16 @@ def test_slices_batches_and_rows_in_turn(seed: int, monkeypatch: pytest.MonkeyPa
         hashes.update(row, rows[row][begin:end], last=not left[row])
         if not left[row]:
             del left[row]
+    assert hashes.read()() == [wanted(each) for each in rows]
+
+
+def test_an_engine_makes_them_by_their_number() -> None:
+    """As `CudaMemory.hashes` is called by staging, sleep and refreshes within a process."""
+    make = device_hashes(DEVICE)
+    assert make is not None
+    hashes, rows = make(2), [data_of(700), data_of(3000, 1)]
+    for i, data in enumerate(rows):
+        hashes.add(i, data)
     assert hashes.read()() == [wanted(each) for each in rows]
 
 

@@ -101,6 +101,7 @@ def test_sizes() -> None:
         assert all(2 * larger <= 3 * size + 1 for size, larger in pairwise(made))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="padded products have other bits there: tests/gpu/test_graphs_on_a_device.py")
 def test_replayed_steps_make_the_same_samples_and_follow_refresh_and_sleep(
     wanted: dict[tuple[str, int], Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,9 +321,13 @@ class Refusing(Captured):
 
 
 def test_a_forward_that_cannot_be_captured_runs_without_graphs(wanted: dict[tuple[str, int], Sample]) -> None:
+    """A pool of memory whose only graph has failed is not used again: torch drops it."""
     refused, stub = small_engine(Refusing)
-    assert stub is not None
+    assert stub is not None and refused.worker.graphs is not None
+    pools: list[Any] = []
+    refused.worker.graphs._new_capture = lambda: pools.append(stub) or stub  # type: ignore[func-returns-value]
     assert same(wanted, some(refused)) and stub.captures == 2, "once with prefill, once without"
+    assert len(pools) == 2
 
 
 class Full(Captured):

@@ -24,7 +24,7 @@ from tests.support.draws import CUTS, batch  # noqa: E402
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 300
 FEW = 100
-"""a vocabulary of two blocks, for draws that look at it some sixty times"""
+"""a vocabulary of seven blocks, for draws that look at it some sixty times"""
 
 
 def draw(*asked: Any, **more: Any) -> SampledTokens:
@@ -33,7 +33,7 @@ def draw(*asked: Any, **more: Any) -> SampledTokens:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_triton, "BLOCK", 64)  # a row has five, the last one short
+    monkeypatch.setattr(sampler_triton, "BLOCK", 16)  # a row has nineteen, in two segments, the last one short
 
 
 def plainly(logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, ...]:

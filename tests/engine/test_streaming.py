@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.engine.config import EngineConfig, WeightOffload
+from rollout.engine.config import AdvancedConfig, EngineConfig, WeightOffload
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import load_model
@@ -670,6 +670,8 @@ def test_an_engine_on_cuda(tmp_path: Any) -> None:
         "kv_tokens": 2048,
         "cpu_offload_gib": 0,
         "device": "cuda",
+        "drafts": 0,  # whose steps have other sizes
+        "advanced": AdvancedConfig(fused_layers=False),  # which layers that move are not
     }
     engine, plain = Engine(EngineConfig(**options, weight_offload=settings((1, 1, 3)))), Engine(EngineConfig(**options))
     for level in (0, 1, 2):

@@ -173,11 +173,14 @@ def test_blocks_that_left_the_window_are_not_read(name: str, monkeypatch: pytest
     one: Any = backend(shape, 1) if name == "triton" else ReferenceAttention()
     want = attend(one, shape, made, whole(made))[0]
     for length, count in ((100, 1), (90, 20)):
-        data, first = pool(shape, made.blocks), length - count
+        data, first = pool(shape, made.blocks).to(DEVICE), length - count
         attend(one, shape, made, [[(0, 0, first)]], data=data)
         data[torch.from_numpy(made.tables[0][: max(0, first - shape.window + 1) // 8])] = torch.nan
         got = attend(one, shape, made, [[(0, first, count)]], data=data)[0]
-        assert torch.equal(got[first:length], want[first:length])
+        if name == "reference" and DEVICE.type == "cuda":  # torch's products there depend on the number of tiles
+            torch.testing.assert_close(got[first:length], want[first:length])
+        else:
+            assert torch.equal(got[first:length], want[first:length])
     data[torch.from_numpy(made.tables[0][(first - shape.window + 1) // 8 :][:1])] = torch.nan
     assert attend(one, shape, made, [[(0, first, count)]], data=data)[0][first:length].isnan().any(), "the negative control"
 

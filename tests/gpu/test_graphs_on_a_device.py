@@ -10,7 +10,7 @@ import torch
 from rollout.engine.config import WeightOffload
 from rollout.engine.engine import Engine
 from tests.support.equivalence import assert_same
-from tests.support.on_device import agree, captured_of, engine, lockstep, module_of, needs_cuda
+from tests.support.on_device import agree, captured_of, engine, lockstep, module_of, needs_cuda, same_or_near
 from tests.support.tiny import tiny
 from tests.support.toy import group, run
 
@@ -32,11 +32,12 @@ def addresses(made: Engine) -> list[int]:
 def test_replayed_is_eager(dtype: str) -> None:
     eager, graphed = engine(dtype=dtype, cuda_graphs=False), engine(dtype=dtype)
     assert eager.worker.graphs is None and graphed.worker.graphs is not None
-    assert_same(run(eager, lockstep()), run(graphed, lockstep()))
+    compare = same_or_near(dtype)
+    compare(run(eager, lockstep()), run(graphed, lockstep()))
     assert sizes_of(captured_of(graphed)) == [16]
-    assert_same(run(eager, lockstep("again", 1)), run(graphed, lockstep("again", 1)))
+    compare(run(eager, lockstep("again", 1)), run(graphed, lockstep("again", 1)))
     with pytest.raises(AssertionError):
-        assert_same(run(eager, lockstep("other", 2)), run(graphed, lockstep("other", 3)))
+        compare(run(eager, lockstep("other", 2)), run(graphed, lockstep("other", 3)))
 
 
 def test_padded_sizes_agree() -> None:
@@ -45,6 +46,23 @@ def test_padded_sizes_agree() -> None:
     graphed = engine(max_num_seqs=24)
     agree(run(engine(cuda_graphs=False, max_num_seqs=24), some), run(graphed, some))
     assert graphed.worker.graphs is not None and len(captured_of(graphed)) > 1
+
+
+def test_a_forward_that_waits_in_prefill_alone_decodes_from_graphs() -> None:
+    """A failed capture leaves nothing behind that a later one meets."""
+    eager, graphed = engine(dtype="bfloat16", cuda_graphs=False), engine(dtype="bfloat16")
+    graphs: Any = graphed.worker.graphs
+    forward = graphs._forward
+
+    def waits(batch: Any, *args: Any) -> torch.Tensor:
+        logits: torch.Tensor = forward(batch, *args)
+        if batch.num_logits != batch.num_tokens:
+            logits.cpu()
+        return logits
+
+    graphs._forward = waits
+    assert_same(run(eager, lockstep()), run(graphed, lockstep()))
+    assert sizes_of(captured_of(graphed)) == [16] and not any(shape.logits for shape in captured_of(graphed))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -61,10 +79,10 @@ def test_a_refresh_keeps_the_graphs_and_they_follow_it(dtype: str) -> None:
         assert addresses(each) == before, "a refresh in place moved something"
         if each.worker.graphs is not None:
             assert captured_of(each) == replays and sizes_of(replays) == [16], "a refresh captured anew"
-    assert_same(*samples)
+    same_or_near(dtype)(*samples)
     assert all([version for _, version in sample.weight_versions] == [0, 1] for sample in samples[1].values())
     with pytest.raises(AssertionError):
-        assert_same(samples[1], run(engine(dtype=dtype), lockstep()))
+        same_or_near(dtype)(samples[1], run(engine(dtype=dtype), lockstep()))
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
@@ -72,7 +90,7 @@ def test_a_refresh_keeps_the_graphs_and_they_follow_it(dtype: str) -> None:
 def test_weight_offload_is_resident_to_the_bit(offload: tuple[int, int, int], graphs: bool) -> None:
     group_size, num_in_group, prefetch_step = offload
     settings = WeightOffload(group_size=group_size, num_in_group=num_in_group, prefetch_step=prefetch_step)
-    options = {"cuda_graphs": graphs, "cpu_offload_gib": 0}
+    options = {"cuda_graphs": graphs, "cpu_offload_gib": 0, "fused_layers": False}  # which layers that move are not
     # a layer is larger than a grain of virtual memory, 2 MiB
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1536}
     resident = engine(model=tiny("llama", **sizes), **options)

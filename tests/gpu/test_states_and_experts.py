@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rollout.engine.cuda.recurrence import TritonMixers, bytes_of_decode
+from rollout.engine.engine import Engine
+from rollout.engine.forward.model import UnsupportedModel
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import assert_same
 from tests.support.families import build
@@ -18,6 +21,8 @@ from tests.support.toy import group, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), needs_cuda]
 HYBRIDS = ["qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h", "kimi_linear"]
+MIXED = ["nemotron_h", "kimi_linear"]
+"""of these: with experts"""
 MIXTURES = ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2"]
 
 
@@ -25,45 +30,55 @@ def crowd() -> list[Any]:
     return [group(f"g{i}", range(5, 15 + 13 * i), n=3, max_tokens=6 + 3 * i, seed=i, ignore_eos=True) for i in range(5)]
 
 
+def made(name: str, dtype: str = "float32", **options: Any) -> Engine:
+    """Make an engine of a hybrid. Skips what this release of transformers has in another form."""
+    try:
+        return engine(model=build(name, getattr(torch, dtype)), dtype=dtype, **options)
+    except UnsupportedModel as error:
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_are_replayed_from_graphs(name: str) -> None:
-    """Replayed is eager to the bit where nobody pads, forks included; and near the reference in plain torch on the CPU."""
-    eager, graphed = (engine(model=build(name), cuda_graphs=graphs, max_num_seqs=24) for graphs in (False, True))
+    """Replayed is eager, forks included: to the bit in bf16, and near it in any batch in fp32. (Experts in fp32 wait for the
+    device: torch's grouped products take 16 bits.)"""
+    options = {"max_num_seqs": 24}
+    eager, graphed = (made(name, "bfloat16", cuda_graphs=graphs, **options) for graphs in (False, True))
     assert_same(run(eager, lockstep()), run(graphed, lockstep()))
     assert captured_of(graphed), "its forward could not be captured"
-    agree(run(eager, crowd()), run(graphed, crowd()))
+    if name not in MIXED:
+        agree(run(made(name, cuda_graphs=False, **options), crowd()), run(made(name, **options), crowd()))
     assert f"+{TritonMixers.arithmetic}" in graphed.arithmetic
 
 
 @pytest.mark.parametrize("name", HYBRIDS[:3])
 def test_states_survive_pressure(name: str) -> None:
     """Offloaded, restored, reset and prefilled again."""
-    roomy, tight = engine(model=build(name)), engine(model=build(name), kv_tokens=320, cpu_offload_gib=0.01)
+    roomy, tight = made(name), made(name, kv_tokens=320, cpu_offload_gib=0.01)
     agree(run(roomy, crowd()), run(tight, crowd()))
 
 
 def test_a_frozen_state_is_seen() -> None:
     """The negative control: graphs that see the rows of the step that was captured."""
-    made, other = (engine(model=build("qwen3_5_text"), max_num_seqs=24) for _ in range(2))
+    one, other = (made("qwen3_5_text", max_num_seqs=24) for _ in range(2))
     graphs: Any = other.worker.graphs
     send = graphs._send_state_rows
     graphs._send_state_rows = lambda rows, end: None if graphs._replays else send(rows, end)
     with pytest.raises(AssertionError):
-        agree(run(made, crowd()), run(other, crowd()))
+        agree(run(one, crowd()), run(other, crowd()))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_exact_mixtures_are_the_same_alone_and_in_a_trainer(name: str, dtype: str) -> None:
-    module = build(name, getattr(torch, dtype))
-    made = engine(model=module, dtype=dtype, exact=True)
-    many = run(made, crowd())
-    assert captured_of(made), "its forward could not be captured"
+    served = engine(model=build(name, getattr(torch, dtype)), dtype=dtype, exact=True)
+    many = run(served, crowd())
+    assert captured_of(served), "its forward could not be captured"
     for each in crowd():
-        for key, sample in run(made, [each]).items():
+        for key, sample in run(served, [each]).items():
             assert_same({key: sample}, {key: many[key]})
     trainer = build(name, getattr(torch, dtype)).to(DEVICE)
-    use_exact(trainer, made.arithmetic, block_size=made.config.block_tokens)
+    use_exact(trainer, served.arithmetic, block_size=served.config.block_tokens)
     prompts = {each.id: each.prompt for each in crowd()}
     with torch.no_grad():
         found = sample_logprobs(trainer, [(np.asarray(prompts[key[0]]), sample.token_ids) for key, sample in many.items()])

@@ -24,6 +24,7 @@ class Captured:
     def __call__(self, forward: Run) -> Run:
         self.captures += 1
         captured = self.addresses()
+        forward()  # as `cuda_capture` does, for what is compiled and allocated
 
         def replay() -> torch.Tensor:
             self.replays += 1

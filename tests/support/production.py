@@ -62,13 +62,14 @@ def pages(heads: Heads, lengths: list[int], shared: int = 0, block: int = BLOCK)
 
 
 def kept_in_fp8(data: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of many sizes as they come out of a pool in fp8, and that pool, laid out by hand: NaN where nothing was put."""
+    """Numbers of many sizes, in fp32, as they come out of a pool in fp8, and that pool, laid out by hand: NaN where nothing was
+    put."""
     unwritten = data.isnan().any(-1)
     codes, scales = fp8.encode(data * 2.0 ** torch.randint(-6, 1, (*data.shape[:-1], 1), generator=generator))
     codes[unwritten], scales[unwritten] = 0xFF, torch.nan
     both = scales[:, 0].movedim(1, -1).contiguous()  # [blocks, kv_heads, block, 2]
     pool = torch.cat([codes.flatten(1), both.view(torch.uint8).flatten(1)], 1)[:, None]
-    return fp8.decode(codes, scales).to(data.dtype), pool
+    return fp8.decode(codes, scales), pool
 
 
 def recut(made: Pages, block: int) -> Pages:
