@@ -2,7 +2,7 @@
 batch; otherwise by Triton.
 
 cuBLASLt chooses a kernel, and whether to split the sum along the inputs, by the shape of a product. torch can forbid splits,
-but for 1,024 outputs of 3,072 inputs few rows have other sums all the same (seen on an H200, cuBLAS 13.1). So each shape is
+but for 1,024 outputs of 3,072 inputs few rows still have other sums (seen on an H200, cuBLAS 13.1). So each shape is
 proven (`rollout.engine.cuda.proofs`), and a product is never called with a number of rows that was not: rows are padded to the
 next one that was, and more than the most are cut into pieces.
 

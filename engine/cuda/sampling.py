@@ -13,8 +13,9 @@ from rollout.engine.cuda.memory import to_device, to_host
 from rollout.engine.cuda.sampling_kernels import draw_kernel
 from rollout.engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
 
-BLOCK = 2048
-"""logits of a row that are processed together"""
+BLOCK, WARPS = 2048, 16
+"""logits of a row that are processed together, and warps of a program: on an H200, 256 draws from 151,936 logits in bf16 take
+142 µs so, 174 with 8 warps, and 156 with 4,096 logits"""
 
 
 def fits(logits: torch.Tensor) -> bool:
@@ -57,7 +58,7 @@ def launch(
     for (mine, cut, best), sent in zip(kinds, to_device(asked, logits.device), strict=True):
         draw_kernel[(len(mine),)](
             logits, sent, out, len(mine), draws, logits.shape[1], logits.stride(0), best, CUT=cut, TOP=best > 0, N=BLOCK,
-            num_warps=8, enable_fp_fusion=False,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     wait = to_host(out)
 
@@ -78,7 +79,7 @@ def given_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     if len(tokens):
         draw_kernel[(len(tokens),)](
             logits.contiguous(), asked, out, len(tokens), len(tokens), logits.shape[1], logits.shape[1], 0, CUT=False,
-            TOP=False, N=BLOCK, num_warps=8, enable_fp_fusion=False,
+            TOP=False, N=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out[1]
 

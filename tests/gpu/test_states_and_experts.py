@@ -42,7 +42,7 @@ def made(name: str, dtype: str = "float32", **options: Any) -> Engine:
 def test_hybrids_are_replayed_from_graphs(name: str) -> None:
     """Replayed is eager, forks included: to the bit in bf16, and near it in any batch in fp32. (Experts in fp32 wait for the
     device: torch's grouped products take 16 bits.)"""
-    options = {"max_num_seqs": 24}
+    options: dict[str, Any] = {"max_num_seqs": 24}
     eager, graphed = (made(name, "bfloat16", cuda_graphs=graphs, **options) for graphs in (False, True))
     assert_same(run(eager, lockstep()), run(graphed, lockstep()))
     assert captured_of(graphed), "its forward could not be captured"

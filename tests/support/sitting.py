@@ -40,6 +40,8 @@ ALONE = tuple(
     f"tests/gpu/test_{name}.py" for name in ("weights_ways", "sleep_on_a_device", "copies_on_a_device", "overlap_on_a_device")
 )
 """those that measure time or the device's free memory"""
+STREAMED = "tests/engine/test_streaming.py"
+PARALLEL = "-n 14 --dist worksteal -m 'gpu or not long and not integrations and not ray'"
 SEVERAL = "tests/gpu/test_ranks_on_a_device.py"
 """on a machine with two devices or more"""
 COMPILED = (
@@ -84,17 +86,13 @@ def bench(name: str, seconds: int, model: str, parts: str, options: str = '--aga
 
 
 COMMANDS = (
-    Command("A1", "right? bits first: if the oracle is red, read its log and end here", (
+    Command("A1", "right? an H200 with 16 cores took 60, 50 and 15 s", (
         Step("machine", 20, "nvidia-smi -q -d CLOCK,MEMORY"),
-        Step("oracle", 240, f"{PYTEST} -n 12 -m gpu {ORACLE}"),
-        Step("together", 260, f"{PYTEST} -n 12 -m gpu {' '.join(TOGETHER)} tests/engine/test_streaming.py"),
+        Step("together", 200, f"{PYTEST} {PARALLEL} {ORACLE} {' '.join(TOGETHER)} {STREAMED} {COMPILED}"),
+        Step("alone", 150, f"{PYTEST} -m gpu {' '.join(ALONE)}"),
+        bench("small", 120, "qwen3-0.6b", "machine,decode"),
     )),
-    Command("A2", "what measures memory and time, alone; what elsewhere runs in the interpreter; a model from end to end", (
-        Step("alone", 200, f"{PYTEST} -m gpu {' '.join(ALONE)}"),
-        Step("compiled", 190, f"{PYTEST} -n 12 -m '' {COMPILED}"),
-        bench("small", 150, "qwen3-0.6b", "machine,decode"),
-    )),
-    Command("A3", "launches, products, counters, races; then give the machine back and read", (
+    Command("A2", "launches, products, counters, races; then give the machine back and read", (
         bench("attention", 170, "qwen3-8b", "machine,attention"),
         bench("products", 70, "qwen3-8b", "products"),
         Step("products-without-splits", 70, "env CUBLAS_WORKSPACE_CONFIG=:16:8 CUBLASLT_WORKSPACE_SIZE=1 "
