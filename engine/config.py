@@ -192,7 +192,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """end the replica if a rank waits so long for another one"""
     exact: bool = False
     """on CUDA, use products (of experts too) and norms whose results do not depend on the batch, so that a seeded sample does
-    not either. It takes at most 2 % of the steps of Qwen3-8B on an H200. The CPU path always has this property"""
+    not either. It takes about 2 % of the steps of Qwen3-8B on an H200. The CPU path always has this property"""
     routed_experts: bool = False
     """keep which experts each cached token chose, so that `Sampling.routed_experts` can return them. Takes layers with experts
     × experts per token bytes a token beside its KV. ValueError at start for a model that is no mixture (docs/mixtures.md)"""

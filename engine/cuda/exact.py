@@ -73,8 +73,8 @@ def make_exact(module: nn.Module, multiply: Linear | None = None) -> None:
     norms = list(candidates(module))
     special = {type(norm) for norm in _kinds(norms) if not agree(norm, _norm)}  # gpt-oss rounds after the weight
     norms = [norm for norm in norms if type(norm) not in special]
-    kinds = {type(norm) for norm in norms}
-    by_mean = [each for each in module.modules() if "norm" in type(each).__name__.lower() and type(each) not in kinds]
+    special |= {kind for kind in map(type, module.modules()) if "norm" in kind.__name__.lower()} - {*map(type, norms)}
+    by_mean = [each for each in module.modules() if type(each) in special]
     if others := {type(each).__name__ for each in by_mean if not is_norm_by_mean(each)}:
         raise NotExact(f"exact=true: norms other than RMSNorm: {', '.join(sorted(others))}")
     for linear in linears:

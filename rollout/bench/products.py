@@ -34,7 +34,10 @@ SHAPES = {
 WEIGHT_BYTES = 192 * MIB
 """weights that are read in turn, more than caches hold"""
 PIECE = 4 * MIB
-"""bytes of weights that a call of up to 4 rows reads, at least one matrix"""
+"""bytes of weights that a call reads at most, but for one matrix"""
+CALL_FLOPS = 4e8
+"""operations of a call at most, but for one matrix: few calls are interrupted, and the start of the threads, one in a step of a
+model, takes little of them"""
 LOOKS = 100
 """measurements of the machine before a product above its rates is an error"""
 SECONDS = 0.25
@@ -99,7 +102,8 @@ def measure_product(machine: ProductRates, dtype: torch.dtype, rows: int, output
     x = torch.randn(rows, inputs).to(dtype)
     out, packed = x.new_empty(rows, outputs), machine.kernels.packed(rows, (inputs,), dtype)
     size, team = outputs * inputs * dtype.itemsize, machine.kernels.team()
-    count = max(1, PIECE // size // max(1, rows // 4))  # short calls: fewer are interrupted
+    flops = 2.0 * rows * outputs * inputs
+    count = max(1, min(PIECE // size, int(CALL_FLOPS / flops)))
     fastest_call, turn, end = Best(team.threads), 0, time.perf_counter() + seconds
     while turn < 8 or time.perf_counter() < end:
         matrices = machine.take(count * size).view(dtype).view(count, outputs, inputs)
@@ -110,7 +114,7 @@ def measure_product(machine: ProductRates, dtype: torch.dtype, rows: int, output
         if turn % 8 == 0:
             machine.measure()
     best = fastest_call.seconds / count
-    flops, peak, allowed = 2.0 * rows * outputs * inputs, fastest(machine.peaks, dtype), 0.0
+    peak, allowed = fastest(machine.peaks, dtype), 0.0
     for _ in range(LOOKS):
         allowed = min(peak, machine.bytes_per_second * flops / size)
         if flops / best <= allowed:
