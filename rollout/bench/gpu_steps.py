@@ -281,5 +281,6 @@ def streamed_rows(
             "same_logits": torch.equal(logits, resident[name][1]),
             "offloaded_bytes": streamed.offloaded_bytes,
             "resident_bytes": engine.weights.resident_bytes,
-            **msgspec.to_builtins(offload),
+            **{name: value for name, value in msgspec.to_builtins(offload).items() if name != "part"},
+            "offload_part": offload.part,
         }

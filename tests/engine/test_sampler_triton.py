@@ -33,7 +33,8 @@ def draw(*asked: Any, **more: Any) -> SampledTokens:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_triton, "BLOCK", 16)  # a row has nineteen, in two segments, the last one short
+    for name in ("BLOCK", "LARGE_BLOCK"):
+        monkeypatch.setattr(sampler_triton, name, 16)  # a row has nineteen, in two segments, the last one short
 
 
 def plainly(logits: torch.Tensor, row: np.ndarray, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -108,7 +108,7 @@ def test_every_part_runs(stand_in: None, tmp_path: Path, capfd: pytest.CaptureFi
     assert len(parts["naps"]) == 3
     kinds = ("decode", "decode, mixed lengths", "prefill", "prefill, mixed lengths")
     fetched = [row for row in parts["weights"][:-1] if "what" in row]
-    ways = list(dict.fromkeys((row["part"], row["prefetch_step"]) for row in fetched))
+    ways = list(dict.fromkeys((row["offload_part"], row["prefetch_step"]) for row in fetched))
     assert [row["what"] for row in fetched] == [*kinds] * len(ways) and "left_out" in parts["weights"][4]
     assert ways == [("layer", 1), ("mlp", 1)], "two ahead if there are layers"
     assert all(row["same_logits"] and 0 < row["resident_limit_ms"] for row in fetched)
@@ -170,8 +170,8 @@ def test_parts_that_begin_too_late_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "huge"], "--model 'huge': must be one of qwen3-8b, qwen3-0.6b, tiny"),
-        (["--parts", "decode,dance"], "no part 'dance'; there are: machine, decode"),
+        (["--model", "huge"], "--model 'huge': must be one of tiny, tiny-moe, qwen3-0.6b, qwen3-8b"),
+        (["--parts", "decode,dance"], "no part 'dance'; there are: machine, attention"),
         (["--device", "cuda"], "finds no CUDA device here"),
     ],
 )

@@ -242,7 +242,7 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     from rollout.engine.cuda.exact import FUSED, TILES
     from rollout.engine.cuda.library_products import BY_ROWS
     from rollout.engine.cuda.reduce import WIDTH
-    from rollout.engine.cuda.sampling import BLOCK, WARPS
+    from rollout.engine.cuda.sampling import BLOCK, LARGE_BLOCK, WARPS
     from rollout.engine.cuda.sampling_kernels import draw_kernel
     from rollout.engine.forward.summed import SLICES
 
@@ -272,7 +272,8 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     yield compiled(digest_kernels.sum_blocks, capability, {"BLOCKS": BLOCKS}, {})
     yield compiled(digest_kernels.chain, capability, {"UNROLL": UNROLL}, {"num_warps": 1})
     for cut, top in ((False, False), (True, False), (True, True)):
-        made = compiled(draw_kernel, capability, {"N": BLOCK, "CUT": cut, "TOP": top}, {"num_warps": WARPS, **EXACT})
+        fixed = {"N": LARGE_BLOCK if cut else BLOCK, "CUT": cut, "TOP": top}
+        made = compiled(draw_kernel, capability, fixed, {"num_warps": WARPS, **EXACT})
         yield made | {"cut": cut, "top": top}
 
 
