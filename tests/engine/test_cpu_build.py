@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,19 @@ def test_the_instruction_set(source: Path, monkeypatch: pytest.MonkeyPatch) -> N
         build.build("avx512", source.parent)
     monkeypatch.setattr(isa, "cpu_flags", frozenset)
     assert isa.best() == "plain"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_an_engine_has_the_cores_of_its_process(cores: int) -> None:
+    """As many threads as `taskset` leaves, without an option: torch's and so ours."""
+    program = (
+        f"import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}]); import torch; "
+        "from rollout.engine.cpu.kernels import Kernels; print(torch.get_num_threads(), Kernels('plain').team().threads)"
+    )
+    free = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    made = subprocess.run([sys.executable, "-c", program], env=free, capture_output=True, text=True, timeout=120, check=True)
+    assert made.stdout.split() == [str(cores)] * 2
 
 
 def test_symbols_are_those_torch_runs_on() -> None:
