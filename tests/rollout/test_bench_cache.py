@@ -11,6 +11,7 @@ from tests.support.bench import bench_rows
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # two minutes on a quiet machine
 def test_a_second_run_of_grpo_has_the_same_curve(tiny_model: Path, tmp_path: Path) -> None:
     first, second, summary = bench_rows(tmp_path, "cache", model=tiny_model, scale=0.2)
     assert first["misses"] == second["hits"] == 60 and first["hits"] == second["misses"] == 0
