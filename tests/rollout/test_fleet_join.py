@@ -33,7 +33,7 @@ from rollout.transport.sockets import ServiceEnd
 from tests.support.fleet import WAIT, Threads, check, collect, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
 from tests.support.keyed import RawDealer
-from tests.support.lasting import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 

@@ -36,7 +36,8 @@ from rollout.transport.errors import SourceUnreachable, WeightsRefused
 from rollout.transport.weights.shm import SegmentView, ShmOffer
 from tests.support.fleet import KEYS, TIMING, WAIT, Threads, collect, fed, fleet_over, refresh, step_until
 from tests.support.hash_engine import HashEngine, expected, manifest_of, weights_of
-from tests.support.lasting import ROOT, free_port
+from tests.support.lasting import ROOT
+from tests.support.ports import free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
 

@@ -27,7 +27,8 @@ from rollout.service.loop import open_service
 from rollout.transport import messages as m
 from rollout.transport.errors import ServiceLost, ServiceRestarted
 from rollout.transport.loopback import LoopbackService
-from tests.support.lasting import ROOT, Process, SeededEngine, expected, free_port
+from tests.support.lasting import ROOT, Process, SeededEngine, expected
+from tests.support.ports import free_port
 from tests.support.waiting import until
 from tests.support.wire import Bench, Peer, submit
 

@@ -34,7 +34,8 @@ from rollout.engine.types import Sample, Sampling, manifest_digest
 from rollout.transport.errors import RolloutError, SourceUnreachable, WeightsRefused
 from tests.support.chaos_router import WAIT
 from tests.support.hash_engine import MARK, TENSORS, expected, key_of, manifest_of, weights_of
-from tests.support.lasting import ROOT, free_port
+from tests.support.lasting import ROOT
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 DONE = ("kills", "stops", "cuts", "refreshes", "broken_refreshes", "router_kills", "samples")

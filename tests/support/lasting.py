@@ -8,7 +8,6 @@ JOURNAL "-": none. SIGUSR1 raises the version of the weights by one.
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import msgspec
 
 from rollout.engine.types import Group, Sample
 from tests.support.fake_engine import VOCAB, FakeEngine
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -47,11 +47,6 @@ class SeededEngine(FakeEngine):
 
 def expected(prompt: int, index: int, count: int, seed: int) -> list[int]:
     return [(prompt + 7 * index + k + seed) % VOCAB for k in range(count)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Process:

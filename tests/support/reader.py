@@ -14,7 +14,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from rollout import RolloutClient, models
 from rollout.commands import arguments
 from rollout.config import InputError, load
 from rollout.engine.paths import cache_dir
+from tests.support.ports import free_port
 from tests.support.snippets import SHELL, Snippet, commands_of, words_of
 
 ROOT = Path(__file__).parents[2]
@@ -413,9 +413,3 @@ def reading(desk: Desk, folder: Path, long: bool = False) -> Iterator[Reader]:
         yield reader
     finally:
         reader.close()
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])

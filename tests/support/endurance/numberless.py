@@ -23,7 +23,7 @@ from rollout.transport.errors import RolloutError
 from tests.support.endurance.account import Account, spans
 from tests.support.endurance.models import CLASSES, TestModel
 from tests.support.endurance.serving import Router
-from tests.support.lasting import free_port
+from tests.support.ports import free_port
 
 WAIT = 200.0
 LIFE_S = 20.0

@@ -40,7 +40,8 @@ from tests.support.endurance.numberless import Numberless
 from tests.support.endurance.pushing import Pushing
 from tests.support.endurance.serving import Router
 from tests.support.endurance.trainers import KINDS, WAIT
-from tests.support.lasting import ROOT, free_port
+from tests.support.lasting import ROOT
+from tests.support.ports import free_port
 
 PHASE_S = 1800.0
 VERIFIED = 0.3
