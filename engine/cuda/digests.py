@@ -136,14 +136,14 @@ class DeviceHashes:
         return digests
 
 
-def available() -> bool:
+def has_triton() -> bool:
     """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 
 def device_hashes(device: torch.device) -> Callable[[int], DeviceHashes] | None:
     """Return what makes `DeviceHashes` of a number of rows on a device; None without Triton."""
-    return partial(DeviceHashes, device=device) if available() else None
+    return partial(DeviceHashes, device=device) if has_triton() else None
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:

@@ -252,10 +252,10 @@ def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:
     """Return the function that digests tensors on their GPU. None without Triton or the engine's CUDA part: then their bytes
     are copied to the host for that."""
     try:
-        from rollout.engine.cuda.digests import available, digests_of
+        from rollout.engine.cuda.digests import digests_of, has_triton
     except ImportError:
         return None
-    return digests_of if available() else None
+    return digests_of if has_triton() else None
 
 
 def answer(future: Future[T], timeout: float | None, what: str) -> T:

@@ -590,7 +590,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
     monkeypatch.setattr("rollout.transport.weights.tensors.synchronize", lambda devices: None)
     monkeypatch.setattr("rollout.transport.weights.cuda_ipc.gpu_key", lambda device: "cuda_ipc:fake")
     monkeypatch.setattr("rollout.transport.weights.cuda_ipc.ExportedStorages", lambda: ExportedStorages(gpu.export))
-    monkeypatch.setattr("rollout.engine.cuda.digests.available", lambda: False)  # they lie on the CPU in truth
+    monkeypatch.setattr("rollout.engine.cuda.digests.has_triton", lambda: False)  # they lie on the CPU in truth
     monkeypatch.setattr("rollout.service.validation.capabilities", lambda device: (*capabilities(device), "cuda_ipc:fake"))
     monkeypatch.setattr(
         "rollout.transport.weights.cuda_ipc.CudaIpcPayload", partial(CudaIpcPayload, open_memory=gpu.open, copy=gpu.copy)
