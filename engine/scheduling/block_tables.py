@@ -39,6 +39,10 @@ class BlockTables:
         stores = [self.store] if self.windows is None else [self.store, self.windows.store]
         return sum(store.device.size + store.host.size for store in stores)
 
+    def in_window(self, seq: Sequence, position: int) -> bool:
+        """Return whether a sequence holds the window of a position, as far as it holds KV at all."""
+        return self.windows is None or seq.window_first <= self.windows.first(position)
+
     def find_cached(self, seq: Sequence, version: int) -> None:
         """Add full blocks from the prefix index to a running sequence. One token is left to compute, for its logits. With
         recurrent state, only the blocks up to the deepest snapshot: later tokens are computed again, for their state."""

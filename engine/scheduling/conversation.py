@@ -168,9 +168,11 @@ class PinnedKV:
     # ── pinning ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def pin(self, seq: Sequence, until: float, ran: bool) -> None:
         """Pin the KV of a child that finishes, of all its tokens but the last, which the next turn computes; of the last as
-        well if its recurrent state has it. until: time of the scheduler's clock. ran: it was running."""
-        if seq.state_in is None:
-            seq.cached = min(seq.cached, seq.num_prompt + len(seq.output) - 1)
+        well if its recurrent state has it, or if the window before it has left. until: time of the scheduler's clock. ran: it
+        was running."""
+        last = seq.num_prompt + len(seq.output) - 1
+        if seq.state_in is None and self.tables.in_window(seq, last):
+            seq.cached = min(seq.cached, last)
         end = -(-seq.cached // self.tables.block_size)
         for store, blocks in self.tables.held(seq):
             kept = max(0, end - (len(seq.blocks) - len(blocks)))  # both lists end with the same block
@@ -181,7 +183,7 @@ class PinnedKV:
         del seq.window[max(0, end - seq.window_first) :]
         seq.cut_blocks(end)
         key = _id(seq)
-        self.release(*key)
+        assert key not in self._children, "two children of one name are pinned"
         self._children[key], self._on_device[key] = seq, None
         self._of_group.setdefault(key[0], set()).add(key[1])
         self.blocks.update([*seq.blocks, *seq.window])

@@ -18,7 +18,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.kv.block import BlockCopies, PoolCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.block_tables import BlockTables
-from rollout.engine.scheduling.conversation import ConversationIndex, PinnedKV, Timers
+from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, Timers
 from rollout.engine.scheduling.counters import Counters, Rates
 from rollout.engine.scheduling.credit import ClientCredit
 from rollout.engine.scheduling.queue import RunningTable, WaitingQueue
@@ -143,12 +143,20 @@ class SchedulerState:
         for index in group.fresh[:1] or group.resumed:
             group.sequences[index] = seq = Sequence(group, index)
             if turn is not None:
-                self.counters.kept_tokens += self.pinned.hand_over(group.group.after, seq)
+                self.counters.kept_tokens += self._continue(seq, turn)
             self.waiting.put(seq)
         if group.group.sampling.deadline_s is not None:
             self.deadlines.add(group.arrived + group.group.sampling.deadline_s, group)
         self.credit.arrived(group.client, group.arrived)
         return samples
+
+    def _continue(self, seq: Sequence, turn: FinishedTurn) -> int:
+        """Give a sequence the pinned KV of the turn that it continues, as far as its group may read that. Returns how many
+        tokens are cached then."""
+        self.pinned.hand_over(seq.state.group.after, seq)
+        if turn.kv is None:  # too old to be read as KV of the turn, though `max_kv_lag` may allow a part of it
+            self.tables.drop_older(seq, seq.state.readable_from(self.version))
+        return seq.cached
 
     def count_finished(self, child: Sequence, reason: FinishReason, seconds: float, error: str | None = None) -> Sample:
         """Count a child that finishes without having been scheduled. Returns its sample."""
@@ -245,6 +253,7 @@ class SchedulerState:
         if continues and not ran:
             self.tables.cut_lost(seq)
         if continues and seq.output and seq.cached:
+            self.pinned.release(seq.state.group.id, seq.index)  # of an earlier group with this id: another turn by now
             self.conversations.note(seq)
             if kv_ttl_s := seq.state.group.sampling.kv_ttl_s:
                 if self.states is not None and ran:

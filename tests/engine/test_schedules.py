@@ -861,3 +861,33 @@ def test_mutants_of_windows_are_caught(mutant: Mutant, monkeypatch: pytest.Monke
             random_schedule(seed, windows=True)
             conversations(seed, windows=True)
             tight_schedule(seed, windows=True)
+
+
+def patch_kept_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a turn takes kept KV over that is too old for its group"""
+
+    def all_of_it(self: SchedulerState, seq: Sequence, turn: FinishedTurn) -> int:
+        return self.pinned.hand_over(seq.state.group.after, seq)
+
+    monkeypatch.setattr(SchedulerState, "_continue", all_of_it)
+
+
+def patch_kept_outside_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the last token's KV is given up although the window before it has left"""
+    monkeypatch.setattr(BlockTables, "in_window", lambda self, seq, position: True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mutant"),
+    [
+        (partial(conversations, 1000007), patch_kept_too_old),
+        (partial(random_schedule, 1000043, windows=True), patch_kept_outside_window),
+    ],
+    ids=lambda each: getattr(each, "__doc__", None) if not isinstance(each, partial) else str(each.args[0]),
+)
+def test_seeds_that_failed_once(schedule: Callable[[], Any], mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes that one schedule in a thousand shows; each is made again as the control."""
+    schedule()
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        schedule()

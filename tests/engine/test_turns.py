@@ -112,6 +112,43 @@ def test_a_turn_reads_only_its_own_conversation() -> None:
     h.finish()
 
 
+def old_kv_pinned(lag: int) -> Harness:
+    """A turn that read KV from before a refresh with kv="abort", as its `max_kv_lag` allows, and is pinned with it."""
+    h = harness()
+    run(h, "zero", PROMPT, max_tokens=1)
+    h.refresh("abort")
+    assert run(h, "one", PROMPT, kv_ttl_s=60.0, max_kv_lag=lag) == (4 if lag else 100)
+    return h
+
+
+@pytest.mark.parametrize(("lag", "prefilled"), [(0, 230), (1, 31)])
+def test_kept_kv_that_is_too_old_is_read_only_as_far_as_the_next_turn_allows(lag: int, prefilled: int) -> None:
+    """And where it is read, its sample says so."""
+    h = old_kv_pinned(lag=1)
+    assert next_turn(h, max_kv_lag=lag) == prefilled
+    assert h.got["two", 0].kv_versions == ([(0, 0, 0), (0, 96, 1)] if lag else [])
+    h.finish()
+
+
+def test_kept_kv_of_live_weights_is_read_in_any_case() -> None:
+    h = old_kv_pinned(lag=0)
+    assert next_turn(h) == 31 and h.got["two", 0].kv_versions == []
+    h.finish()
+
+
+def test_the_kept_kv_of_a_name_is_that_of_its_newest_turn() -> None:
+    """A turn of the same name that keeps nothing takes the place of one that kept KV of older weights."""
+    h = harness()
+    run(h, "one", PROMPT, kv_ttl_s=60.0)
+    del h.got["one", 0]
+    h.refresh("keep")
+    run(h, "one", PROMPT)
+    assert len(h.scheduler.state.pinned) == 0
+    next_turn(h)
+    assert h.got["two", 0].kv_versions == []
+    h.finish()
+
+
 def test_another_history_takes_over_what_is_the_same() -> None:
     h = harness()
     run(h, "one", PROMPT, kv_ttl_s=60.0)
