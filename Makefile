@@ -38,6 +38,8 @@ LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
 	&& ln -s $(wildcard $(CURDIR)/rollout/*) $(addprefix $(CURDIR)/,engine transport recipes) build/linked/rollout \
 	&& ln -s $(CURDIR)/tests build/linked
 
+COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
+
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
@@ -46,7 +48,8 @@ help:
 	@echo "make demo    a real model answers a trainer's groups over ZeroMQ (about a minute, after the installation)"
 	@echo "make quick   core tests, less than a minute, in two processes: at each save"
 	@echo "make test    all tests of the default tier, in JOBS=4 processes; ARGS='-k fork' or a path selects, in one process"
-	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests"
+	@echo "make nightly   what is marked long: benchmarks, every Triton shape, every CUDA architecture, larger random tests;"
+	@echo "             MINUTES=15 runs a slice of it, other files at each commit"
 	@echo "make test-arithmetic   what depends on arithmetic, as on five CPUs (MACHINE=zen3 picks one), and a wheel without a compiler"
 	@echo "make integrations   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
@@ -85,8 +88,10 @@ demo: $(STAMP)
 test: model
 	@$(BIN)/python -m pytest $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 --durations-min=2 $(ARGS)
 
+# MINUTES=15: a slice, which differs from commit to commit
 nightly: model
-	@$(BIN)/python -m pytest -m 'long and not gpu and not integrations and not ray' $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -m 'long and not gpu and not integrations and not ray' $(if $(ARGS),,$(IN_PARALLEL)) --durations=15 \
+		$(if $(MINUTES),--minutes $(MINUTES) --order $(or $(ORDER),$(COMMIT),none)) $(ARGS)
 
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(if $(ARGS),,-n 2 --dist worksteal) $(QUICK) $(ARGS)

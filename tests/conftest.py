@@ -31,6 +31,7 @@ from rollout.process import service_process  # noqa: E402
 from tests.support.interpreter import use_ordered_dot  # noqa: E402
 from tests.support.tiny_folder import make_tiny_folder  # noqa: E402
 
+pytest_plugins = ["tests.support.nightly"]
 if "TESTS_ISA" in os.environ:  # what is above it is hidden from this process: tests/support/arithmetics.py
     seen = isa.cpu_flags() & isa.isa_of(os.environ["TESTS_ISA"]).needs
     isa.cpu_flags = lambda: seen  # type: ignore[assignment]

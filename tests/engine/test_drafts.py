@@ -19,6 +19,7 @@ from rollout.engine.scheduling.ngrams import LONGEST, NgramIndex
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.step_seconds import ENOUGH, REMEMBERED, StepSeconds, non_decreasing
 from tests.support.harness import Harness, random_schedule
+from tests.support.nightly import Draw
 from tests.support.plans import commit, launch, rows, small_scheduler, step, submit
 
 PROMPT = -1
@@ -361,8 +362,8 @@ def test_schedules_with_drafts_and_without() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_schedules_with_drafts_long() -> None:
-    for seed in range(16, 4000):
+def test_schedules_with_drafts_long(new_seeds: Draw) -> None:
+    for seed in new_seeds(4000):
         guessing(seed, 6)
 
 

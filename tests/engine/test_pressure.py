@@ -17,6 +17,7 @@ from rollout.engine.scheduling.plan import SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.types import Group, Sampling
 from tests.support.configs import engine_config
+from tests.support.nightly import Draw
 
 
 class Ask(NamedTuple):
@@ -132,9 +133,8 @@ def test_clients_change_places_a_bounded_number_of_times() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_resets_cost_a_bounded_share_long() -> None:
-    first = random.SystemRandom().randrange(2**48)
-    for seed in range(first, first + 20_000):
+def test_resets_cost_a_bounded_share_long(new_seeds: Draw) -> None:
+    for seed in new_seeds(20_000):
         random_run(seed, interactive=seed % 2 == 0)
 
 

@@ -4,6 +4,7 @@ and scored."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from rollout.engine.forward.model import Model
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from tests.support.equivalence import Samples, assert_same
 from tests.support.families import build
+from tests.support.nightly import Draw
 from tests.support.samebits import ROOMY
 from tests.support.toy import run
 
@@ -57,7 +59,7 @@ def some_of(sample: Sample, tokens: int) -> PartialSample:
     )
 
 
-def mixes(name: str, seeds: range) -> None:
+def mixes(name: str, seeds: Iterable[int]) -> None:
     made = build(name, torch.bfloat16)
 
     def engine(**config: Any) -> Engine:
@@ -98,5 +100,5 @@ def test_a_crowd(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", KINDS)
-def test_two_hundred_random_groups(name: str) -> None:
-    mixes(name, range(1, 11))
+def test_two_hundred_random_groups(name: str, new_seeds: Draw) -> None:
+    mixes(name, new_seeds(10))

@@ -31,6 +31,7 @@ from rollout.engine.worker import Worker
 from tests.support.configs import engine_config
 from tests.support.equivalence import assert_same
 from tests.support.families import build
+from tests.support.nightly import Draw
 from tests.support.ranks import ranked_engine, ranks_in_threads, saved
 from tests.support.samebits import ROOMY, SAME, asked, engine_of, prompt, samples_of
 from tests.support.toy import group, run
@@ -203,8 +204,8 @@ def test_random_schedules_with_drafts(name: str, guesses: Known) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_schedules_with_drafts_long(name: str, guesses: Known) -> None:
-    for seed in range(2, 200):
+def test_random_schedules_with_drafts_long(name: str, guesses: Known, new_seeds: Draw) -> None:
+    for seed in new_seeds(200):
         assert_same_schedule(name, seed, guesses)
 
 

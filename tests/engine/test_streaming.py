@@ -23,6 +23,7 @@ from tests.support.broken_commit import PLACES, fail_commit
 from tests.support.equivalence import same
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.support.naps import groups, run_with_naps
+from tests.support.nightly import Draw
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -575,8 +576,8 @@ def test_graphs_and_forwards_take_turns() -> None:
 
 
 @pytest.mark.long
-def test_more_forwards_and_graphs() -> None:
-    for seed in range(40, 400):
+def test_more_forwards_and_graphs(new_seeds: Draw) -> None:
+    for seed in new_seeds(400):
         device_runs(seed)
         device_runs(seed, graphs=True)
 

@@ -20,6 +20,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.types import Group, KVPolicy, Sample, Sampling
 from rollout.transport.errors import InvalidRequest
 from tests.support import recurrent
+from tests.support.nightly import Draw
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group
 from tests.support.wire import serving
@@ -148,6 +149,17 @@ def with_digests(receipt: Receipt, others: list[Receipt]) -> Receipt:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_runs_in_a_small_pool(seed: int) -> None:
+    run_and_replay(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_new_random_runs_in_a_small_pool(new_seeds: Draw) -> None:
+    for seed in new_seeds(200):
+        run_and_replay(seed)
+
+
+def run_and_replay(seed: int) -> None:
     """Children are preempted, and their KV is dropped, offloaded and computed again; refreshes of all kinds come between."""
     r = random.Random(seed)
     tight = {"kv_tokens": 256, "max_num_seqs": 6, "max_batch_tokens": 32, "drafts": r.choice([0, 3])}
