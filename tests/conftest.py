@@ -6,6 +6,9 @@ import gc
 import os
 import random
 
+from tests.support.signals import heed_interrupts
+
+heed_interrupts()
 gc.disable()  # until tests are collected: what is imported stays, and looking through it for garbage takes a third of that time
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `rollout` does; read when torch is loaded
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for anything

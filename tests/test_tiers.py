@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.support import nightly
@@ -113,3 +116,15 @@ def test_seeds_are_new_each_time_and_can_be_drawn_again(monkeypatch: pytest.Monk
         monkeypatch.setenv(nightly.SEEDS, base)
         drawn.append([next(nightly.seeds_of(name)) for name in ("a", "b")])
     assert drawn[0] == drawn[2] and len({*drawn[0], *drawn[1]}) == 4
+
+
+IGNORING = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+ASK = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"]
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_processes_of_tests_heed_ctrl_c_also_behind_an_ampersand(heeds: bool) -> None:
+    start = "from tests.support.signals import heed_interrupts; heed_interrupts(); " if heeds else ""
+    program = f"{IGNORING}{start}print(subprocess.run({ASK!r}, capture_output=True, text=True).stdout)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.strip() == str(heeds)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -149,9 +148,8 @@ def test_ctrl_c_while_modules_are_imported(module: str, command: str, tmp_path: 
 @pytest.mark.parametrize(("command", "line"), [("top", "rollout top: stopped"), ("pause", "stopped; the service resumes")])
 def test_ctrl_c_of_a_command_that_is_connected(command: str, line: str, tiny_service: str) -> None:
     """One line, the exit status of Ctrl-C, no traceback, and the service runs on."""
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     words = [*ROLLOUT, command, "--address", tiny_service]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeding)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with process, RolloutClient(tiny_service) as client:
         try:
             here = lambda: {one["name"] for one in client.status()["service"]["clients"]}  # noqa: E731
@@ -306,10 +304,7 @@ def services(parent: int) -> list[psutil.Process]:
 
 @pytest.mark.long
 def test_the_demo_stops_what_it_started_on_ctrl_c(smollm2: Path) -> None:
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored
-    process = subprocess.Popen(
-        [*ROLLOUT, "demo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heeding
-    )
+    process = subprocess.Popen([*ROLLOUT, "demo"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
         until(lambda: len(services(process.pid)) == 1, "the service was started", 200)

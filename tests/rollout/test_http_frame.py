@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -460,12 +459,11 @@ def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(("number", "status"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)])
 def test_the_command_serves_and_ends(number: int, status: int, tiny_model: Path, tmp_path: Path) -> None:
     """As a process: the ready file holds the URL; a signal ends it with a line and, as `rollout serve`, with its status."""
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # these tests may run where Ctrl-C is ignored
     with serving(FakeEngine()) as service:
         ready = tmp_path / "ready"
         command = [sys.executable, "-m", "rollout", "http", "--address", service.endpoint, "--port", "0"]
         command += ["--tokenizer", str(tiny_model), "--served-model-name", "tiny", "--ready-file", str(ready)]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding) as process:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
                 until(lambda: ready.exists() or process.poll() is not None, "the gateway listens", 120)
                 assert ready.exists(), process.stderr and process.stderr.read()
