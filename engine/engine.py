@@ -16,7 +16,7 @@ from rollout.engine.forward.sampling import uniform
 from rollout.engine.parallel.leader import open_leader
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.stopping import Vocabulary, stops_of
+from rollout.engine.scheduling.stopping import stops_of
 from rollout.engine.status import status
 from rollout.engine.types import (
     Group,
@@ -30,6 +30,7 @@ from rollout.engine.types import (
     TokenChunk,
     WeightUpdate,
 )
+from rollout.engine.vocabulary import Vocabulary
 from rollout.engine.weights.in_process import update_from
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging

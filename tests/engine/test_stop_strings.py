@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 from rollout.client.api import RolloutClient
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.scheduling.stopping import LETTERS, NoVocabulary, Stops, Vocabulary
+from rollout.engine.scheduling.stopping import Stops
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.vocabulary import LETTERS, NoVocabulary, Vocabulary
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.loopback import LoopbackService
 from tests.support.equivalence import assert_same

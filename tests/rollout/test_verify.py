@@ -17,8 +17,8 @@ from rollout.client import AsyncRolloutClient, Receipt, RolloutClient, Verified,
 from rollout.engine.engine import Engine
 from rollout.engine.forward import sampling as sampler
 from rollout.engine.scheduling import queue
-from rollout.engine.scheduling.stopping import Vocabulary
 from rollout.engine.types import Sample, Sampling
+from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.loopback import LoopbackService
 from tests.support.fleet import fleet_of, router_of

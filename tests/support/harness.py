@@ -21,8 +21,9 @@ from rollout.engine.kv.block import BlockCopies, PoolCounts, SlotCounts, WindowC
 from rollout.engine.scheduling.output import copies_failed
 from rollout.engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.stopping import Vocabulary, stops_of
+from rollout.engine.scheduling.stopping import stops_of
 from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling
+from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.checks import version_at
 from tests.support.configs import engine_config
 from tests.support.invariants import check
