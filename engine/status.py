@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +17,9 @@ WINDOW_COUNTS = (
     "window_tokens", "window_layers", "block_bytes", "device_blocks", "device_used", "device_cached", "host_blocks",
     "host_used", "host_cached",
 )  # fmt: skip
+COUNTED = (*(field.name for field in fields(Counters)), "uptime_seconds", "weights.refreshes", "states.copied_bytes")
+"""what only grows while the engine lives, as paths in the report, which names them in `counted`: a router still adds them up
+when a replica is lost"""
 
 
 class StatusSources(Protocol):
@@ -77,6 +81,7 @@ def status(engine: StatusSources) -> dict[str, Any]:
         "windows": _windows(engine),
         "states": _states(engine),
         **{name: count for name, count in msgspec.to_builtins(engine.counters).items()},
+        "counted": COUNTED,
         "uptime_seconds": time.perf_counter() - engine.started_at,
         "copy_blocks_per_second": scheduler.state.rates.copy_blocks_per_second,
         "prefill_tokens_per_second": scheduler.state.rates.prefill_tokens_per_second,

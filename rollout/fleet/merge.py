@@ -18,7 +18,7 @@ LARGEST = ("pause_s", "stage_s", "bytes", "refreshes", "stale_token_ratio")
 
 
 def merged(statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge statuses: numbers are added up, other values are kept if equal, and joined as text if not."""
+    """Merge statuses: numbers are added up, lists of names united, other values kept if equal, and joined as text if not."""
     names = dict.fromkeys(name for status in statuses for name in status)
     return {name: _merged(name, [status[name] for status in statuses if name in status]) for name in names}
 
@@ -27,25 +27,32 @@ def _merged(name: str, values: list[Any]) -> Any:
     first = values[0]
     if all(isinstance(value, dict) for value in values):
         return merged(values)
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    if all(map(is_count, values)):
         return first if name in SAME else max(values) if name in LARGEST else sum(values)
     if all(value == first for value in values):
         return first
+    if all(isinstance(value, list | tuple) and all(isinstance(one, str) for one in value) for value in values):
+        return list(dict.fromkeys(one for value in values for one in value))
     return " / ".join(dict.fromkeys(map(str, values)))
 
 
-COUNTED = ("steps", "tokens", "seconds", "saved", "offloads", "resets", "blocks", "bytes", "moves", "draws", "states")
-
-
 def counters(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counters of a status, which are still reported after its replica is lost."""
-    found = {name: value for name, value in status.items() if _counts(name, value)}
-    return found | ({"ended": status["ended"]} if isinstance(status.get("ended"), dict) else {})
+    """Return the counters of a status, which are still reported after its replica is lost: those that its `counted` names."""
+    found: dict[str, Any] = {}
+    names = status.get("counted")
+    for path in names if isinstance(names, list | tuple) else ():
+        outer, _, name = str(path).rpartition(".")
+        source, target = (status.get(outer), found.setdefault(outer, {})) if outer else (status, found)
+        value = source.get(name) if isinstance(source, Mapping) else None
+        counts = is_count(value) or (isinstance(value, Mapping) and all(map(is_count, value.values())))
+        if counts and isinstance(target, dict):  # what a replica says need not make sense
+            target[name] = value
+    return found
 
 
-def _counts(name: str, value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and (name.split("_")[-1] in COUNTED or name.startswith("bytes_to_"))
+def is_count(value: Any) -> bool:
+    """Whether a value of a status is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 SHOWN = ("running", "waiting", "generated_tokens", "kv", "loop")

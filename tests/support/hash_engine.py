@@ -364,4 +364,5 @@ class HashEngine:
             "steps": self.made["steps"],
             "weights": {"version": self.version, "refreshes": self.refreshes, "resident_bytes": 4 * ROWS * TENSORS},
             "clients": dict(self.clients),
+            "counted": ("generated_tokens", "steps", "weights.refreshes"),
         }
