@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from rollout.client.submission import TokenIds
+from rollout.client.token_text import TokenText, visible
 from rollout.engine.types import Sample
 from rollout.transport.errors import InvalidRequest, NoTokenizer
 
@@ -36,6 +37,7 @@ class TextCodec:
     def __init__(self, tokenizer: Any, model: Callable[[], str]) -> None:
         self._given, self._model = tokenizer, model
         self._loaded: Any = None
+        self._texts: TokenText | None = None
         self._lock = threading.RLock()
         """held while the tokenizer is loaded and while it encodes: one at a time may"""
 
@@ -102,7 +104,10 @@ class TextCodec:
             raise InvalidRequest(
                 f"a {type(sample).__name__} is not a Sample: decode token ids with client.tokenizer.decode(ids)"
             )
-        return text_of(self.tokenizer, sample, skip_special=skip_special, keep_stop=keep_stop)
+        with self._lock:
+            if self._texts is None:
+                self._texts = TokenText(self.tokenizer)
+        return text_of(self._texts, sample, skip_special=skip_special, keep_stop=keep_stop)
 
     def _encoded(self, text: str, special: bool) -> list[int]:
         with self._lock:
@@ -150,17 +155,9 @@ def text_of(tokenizer: Any, sample: Sample, *, skip_special: bool = True, keep_s
     """Return the text of a sample, without the stop string that ended it.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: of transformers, or a `TokenText`, which is made once for many samples.
         skip_special: without special tokens.
         keep_stop: keep the stop string."""
-    ids = sample.token_ids.tolist()
-    if sample.text_end is None or sample.stopped_by is None:
-        text: str = tokenizer.decode(ids, skip_special_tokens=skip_special)
-        return text
-    # `text_end` counts characters of the text with special tokens
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    text = text[: sample.text_end + (len(sample.stopped_by) if keep_stop else 0)]
-    if skip_special:
-        for id in set(ids) & set(tokenizer.all_special_ids):
-            text = text.replace(tokenizer.decode([id]), "")
-    return text
+    texts = tokenizer if isinstance(tokenizer, TokenText) else TokenText(tokenizer)
+    text = visible(texts.sample_parts(sample, keep_stop), skip_special)
+    return texts.begun(text, sample.token_ids.tolist())

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from rollout import models
 from rollout.client.text import text_of
+from rollout.client.token_text import TokenText
 from rollout.commands.connecting import connected
 from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.lines import counted
@@ -140,12 +141,12 @@ def write(
     """Write samples as they come, show a bar on a terminal, and print a summary. Returns the exit status.
 
     rows: text and further fields of each prompt, by id."""
-    written, stopped = Written(), ""
+    written, stopped, texts = Written(), "", TokenText(coder)
     with tqdm(total=total, unit="sample", disable=None, dynamic_ncols=True) as bar:
         try:
             for sample in samples:
                 text, fields = rows[sample.group_id]
-                sink.write(json.dumps({**record(sample, coder, text), **fields}, ensure_ascii=False) + "\n")
+                sink.write(json.dumps({**record(sample, texts, text), **fields}, ensure_ascii=False) + "\n")
                 written.add(sample)
                 bar.set_postfix_str(f"{written.rate:.0f} tokens/s", refresh=False)
                 bar.update()
@@ -225,7 +226,7 @@ def prompt_of(tokenizer: Any, line: PromptLine, id: str, number: int) -> Prompt:
 
 
 def record(sample: Sample, tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """Return the JSON object of one sample."""
+    """Return the JSON object of one sample. tokenizer: as of `text_of`."""
     return {
         "group_id": sample.group_id,
         "index": sample.index,

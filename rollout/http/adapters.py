@@ -6,7 +6,9 @@ loaded, its name is another name of the model, and every name samples the sum. T
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -86,12 +88,35 @@ class AdapterRoutes:
         HttpError if peft is not installed."""
         merge = self._upstream.client.refresh_lora
         try:
+            await self._upstream.control(partial(check_folder, path))
             return await self._upstream.refresh(
                 lambda wanted: merge(path, scale=scale, version=wanted, kv=kv), path, version, "lora_path"
             )
         except ModuleNotFoundError as error:
             instead = f"{error.name} is not installed in the gateway's environment: pip install 'rl-rollout[lora]'"
             raise not_served("an adapter", instead) from None
+
+
+def check_folder(path: str) -> None:
+    """Raise HttpError for an adapter whose files are missing (404) or not complete (500), as in vLLM: clients of a network file
+    system, which shows files late, try again after these two."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path or "\0" in path:
+        return  # refused by name later
+    config, tensors = (os.path.join(path, name) for name in ("adapter_config.json", "adapter_model.safetensors"))
+    try:
+        with open(config, "rb") as file:
+            msgspec.json.decode(file.read(), type=dict)
+        with safe_open(tensors, "np"):
+            pass
+    except (FileNotFoundError, NotADirectoryError):
+        raise HttpError(404, f"{path[:500]} has no adapter_config.json and adapter_model.safetensors", "lora_path") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, SafetensorError) as error:
+        why = f"{path[:500]} has an adapter that cannot be read: {error}; is it still being written?"
+        raise HttpError(500, why, "lora_path", passes=True) from None
+    except OSError as error:
+        raise HttpError(400, f"lora_path: {error.strerror or error}") from None
 
 
 def done(version: int, adapters: dict[str, str]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class ServiceControl:
     """What both APIs do. For one event loop."""
 
     def __init__(self, generation: GenerationService) -> None:
-        self.upstream, self.abort = generation.upstream, generation.abort
+        self.upstream, self.abort, self._generation = generation.upstream, generation.abort, generation
         self.kv_policy: KVPolicy = "keep"
         """for updates whose request has no policy of its own: set by the last pause, read when the update begins"""
 
@@ -121,6 +121,8 @@ class ServiceControl:
         """Pause. `running` requests stop and continue later, finish first, or end with their tokens so far; `kv`: the policy of
         later updates."""
         client = self.upstream.client
+        if running == "abort":  # before the pause: what is sent afterwards waits for the end of it
+            self._generation.abort_unsent()
         await self.upstream.control(client.drain if running == "wait" else client.pause)
         if running == "abort":
             await self.upstream.control(client.abort_all)
@@ -129,7 +131,9 @@ class ServiceControl:
     async def resume(self) -> None:
         await self.upstream.control(self.upstream.client.resume)
 
-    async def update(self, folder: str, version: int | None, param: str, kv: KVPolicy | None = None) -> int:
+    async def update(
+        self, folder: str, version: int | None, param: str, kv: KVPolicy | None = None, exact: bool = False
+    ) -> int:
         """Update all weights from a folder; an adapter is no longer loaded then. Returns the live version. Raises Busy, and as
         `Upstream.refresh`, which has the arguments.
 
@@ -138,7 +142,7 @@ class ServiceControl:
         upstream, policy = self.upstream, kv or self.kv_policy  # read now: a later pause sets the policy of later updates
         with upstream.changing_weights():
             live = await upstream.refresh(
-                lambda wanted: upstream.client.refresh(folder, version=wanted, kv=policy), folder, version, param
+                lambda wanted: upstream.client.refresh(folder, version=wanted, kv=policy), folder, version, param, exact
             )
             upstream.adapter = None
         return live
@@ -244,13 +248,12 @@ class SGLangControl:
         ]
 
     async def update_from_disk(self, request: Request, body: UpdateFromDisk) -> dict[str, Any]:
-        """Update the weights from a folder of safetensors."""
+        """Update the weights from a folder of safetensors. weight_version: above the live one; null = the next."""
         if body.load_format not in (None, "auto", "safetensors"):
             raise not_served(f"load_format={body.load_format!r}"[:200], "write safetensors", "load_format")
-        version = str(body.weight_version) if body.weight_version is not None else ""
-        wanted = int(version) if version.isdecimal() and len(version) < 19 else None
+        wanted = None if body.weight_version is None else version_of(body.weight_version)
         kv: KVPolicy = "abort" if body.abort_all_requests else "recompute" if body.flush_cache else "keep"
-        live = await self._control.update(body.model_path, wanted, "model_path", kv)
+        live = await self._control.update(body.model_path, wanted, "model_path", kv, exact=True)
         return {"success": True, "message": f"version {live} is live", "num_paused_requests": 0, "weight_version": str(live)}
 
     async def pause(self, request: Request, body: PauseRequest) -> dict[str, Any]:
@@ -294,6 +297,14 @@ def refusing(path: str, instead: str) -> Handler:
         raise HttpError(404, f"{path} is not supported: {instead}")
 
     return refuse
+
+
+def version_of(given: str | int) -> int:
+    """Return the version that a request names. Raises HttpError for text that is none."""
+    text = str(given)
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise bad(f"weight_version={text[:100]!r}: must be a whole number above the live one, or null", "weight_version")
+    return int(text)
 
 
 def step_of(folder: str) -> int | None:

@@ -1,23 +1,18 @@
-"""Messages of a conversation: as chat templates expect them, tool calls, and the exact token ids of earlier turns.
+"""Messages of a conversation: as chat templates expect them, and the exact token ids of earlier turns.
 
     turn k:      prompt ids + completion ids            stored under (session, conversation up to the assistant's message)
     turn k + 1:  stored ids + encode(text that the template writes after that message)
 
 Encoding is not the inverse of decoding: a conversation that is encoded again has other ids here and there, and a trainer would
-learn from tokens that were never sampled. The template's text after a turn begins after the turn's last special token, so
+learn from tokens that were never sampled. With most templates the text after a turn begins at or after a special token, so
 encoding it alone gives the ids that it has in the whole.
-
-Tool calls are parsed in the form that most templates ask for, <tool_call>{"name": …, "arguments": {…}}</tool_call>; others stay
-text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-import secrets
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,8 +22,6 @@ from rollout.http.prompts import Messages
 
 MAX_CACHED_TOKENS = 16 << 20
 """token ids of all conversations, 4 bytes each; the least recently used are evicted first"""
-CALL = "<tool_call>"
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
 EXACT_IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """fields of a message with its exact ids (NeMo-Gym)"""
 
@@ -44,6 +37,13 @@ class Tool(msgspec.Struct):
     """A tool, or a call of one."""
 
     function: Function
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message's content. A field beside the text would not reach the template."""
+
+    type: Literal["text", "input_text", "output_text"] = "text"
+    text: str
 
 
 class Message(msgspec.Struct):
@@ -74,12 +74,20 @@ def _template_message(message: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if name not in EXACT_IDS}
     content = message.get("content")
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in content):
-            raise not_served("content other than text", "the service samples text only", "messages")
-        message["content"] = "".join(part["text"] for part in content)
+        message["content"] = "".join(part.text for part in _text_parts(content))
+    elif content is None:  # a template would write it as None
+        message["content"] = ""
     if message.get("tool_calls"):
         message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     return message
+
+
+def _text_parts(content: list[Any]) -> list[TextPart]:
+    """Return the parts of a content. Raises HttpError for anything but text."""
+    try:
+        return msgspec.convert(content, list[TextPart])
+    except msgspec.ValidationError as error:
+        raise not_served(f"content other than text ({error})", "the service samples text only", "messages") from None
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -92,23 +100,6 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
         except NO_JSON:
             raise bad(f"tool_calls: the arguments of {function['name'][:100]!r} are not JSON", "messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """Split a text into the text before the first tool call, and the calls. If a call is not valid JSON, the text stays
-    whole."""
-    calls: list[dict[str, Any]] = []
-    for found in TOOL_CALL.finditer(text):
-        try:
-            call = msgspec.json.decode(found[1])
-        except NO_JSON:
-            return text, []
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return text, []
-        arguments = msgspec.json.encode(call.get("arguments", {})).decode()
-        function = {"name": call["name"], "arguments": arguments}
-        calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
-    return (text[: text.index(CALL)] or None, calls) if calls else (text, [])
 
 
 class TokenIdCache:

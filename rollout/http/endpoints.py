@@ -172,7 +172,14 @@ async def events(first: Any, contents: AsyncGenerator[Any, None]) -> AsyncGenera
         yield event_of(bytes(response_of(error).body))
 
 
+SEPARATORS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
+"""characters that JSON does not escape and that end a line for Python's clients, and their escapes"""
+
+
 def event_of(data: bytes) -> bytes:
+    """Make the event of JSON text in UTF-8."""
+    for character, escaped in SEPARATORS.items():
+        data = data.replace(character, escaped)
     return b"data: " + data + b"\n\n"
 
 

@@ -55,11 +55,11 @@ fail again after a 500, not after a 503"""
 
 
 class HttpError(Exception):
-    """A request is refused. param: name of the invalid field."""
+    """A request is refused. param: name of the invalid field. passes: the error of a status of 5xx may pass."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, passes: bool = False) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.passes = status, message, param, passes
 
 
 def bad(message: str, param: str | None = None) -> HttpError:
@@ -102,7 +102,8 @@ def response_of(error: Exception) -> Response:
         log.error("request failed", exc_info=error)
         message = f"the gateway failed on this request: {type(error).__name__}"
     param = error.param if isinstance(error, HttpError) else None
-    return Response(body_of(status, message, kind, param), status, RETRY.get(status), "application/json")
+    headers = None if isinstance(error, HttpError) and error.passes else RETRY.get(status)
+    return Response(body_of(status, message, kind, param), status, headers, "application/json")
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,8 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,27 @@ class PromptGroup(msgspec.Struct, frozen=True, kw_only=True):
     """of a stream; None = without text"""
 
 
+class Arrival:
+    """A request from the moment its body was read: its text may still be encoded, or its prompt scored.
+
+    Args:
+        names: by which it can be aborted.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = frozenset(names)
+        self.aborted: frozenset[str] = frozenset()
+        """those of the names that were aborted"""
+        self.sent = False
+        """its groups are in the queue, which aborts them"""
+
+    def abort(self, names: frozenset[str] | None) -> bool:
+        """Abort it, or what has one of these names. Returns whether there was anything."""
+        found = self.names if names is None else self.names & names
+        self.aborted |= found
+        return bool(found) and not self.sent
+
+
 class GenerationService:
     """Checks prompts, and samples, streams and scores them. For one event loop.
 
@@ -63,6 +85,7 @@ class GenerationService:
         self.meter = RequestMeter()
         self._overlong = settings.overlong
         self._queue = RequestQueue(upstream.client, settings.limits)
+        self._arrivals: set[Arrival] = set()
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(6)
 
@@ -74,6 +97,17 @@ class GenerationService:
         if wanted is not None and wanted not in self.models and (adapter is None or wanted != adapter.name):
             raise HttpError(404, f"the model {wanted[:200]!r} is unknown: this gateway serves {self.models[0]!r}", "model")
         return wanted or self.models[0]
+
+    @contextmanager
+    def arrival(self, names: Collection[str]) -> Iterator[Arrival]:
+        """Register a request while it is prepared and sampled. A stream leaves the block before its groups are sent, without
+        giving way to another request in between."""
+        arrival = Arrival(names)
+        self._arrivals.add(arrival)
+        try:
+            yield arrival
+        finally:
+            self._arrivals.remove(arrival)
 
     def new_id(self, kind: str) -> str:
         return f"{kind}-{self._prefix}{next(self._numbers):x}"
@@ -130,17 +164,25 @@ class GenerationService:
 
     # samples
 
-    async def sample(self, request: Request, groups: Sequence[PromptGroup]) -> list[list[Sample]]:
+    async def sample(self, request: Request, arrival: Arrival, groups: Sequence[PromptGroup]) -> list[list[Sample]]:
         """Sample groups. Returns the samples of each, sorted by index.
 
         Raises the service's typed error of the first group that fails, HttpError for a failed sample, ClientDisconnect."""
-        made = [PromptRequest(group.prompt, group.sampling, names=group.names) for group in groups if not group.full]
+        empty = [empty_samples(group, arrival) for group in groups]
+        made = [
+            PromptRequest(group.prompt, group.sampling, names=group.names)
+            for group, none in zip(groups, empty, strict=True)
+            if none is None
+        ]
+        arrival.sent = True
         await unless_disconnected(request, self._finish(made))
         self._count(request, made)
         finished = iter(made)
-        return [empty_samples(group) if group.full else next(finished).samples for group in groups]
+        return [next(finished).samples if none is None else none for none in empty]
 
-    async def stream(self, request: Request, groups: Sequence[PromptGroup]) -> AsyncGenerator[TextChunk, None]:
+    async def stream(
+        self, request: Request, arrival: Arrival, groups: Sequence[PromptGroup]
+    ) -> AsyncGenerator[TextChunk, None]:
         """Sample groups, and yield new tokens of each child; its last chunk has its sample. Raises as `sample`.
 
         A slow reader does not hold tokens back in memory: it misses chunks, and gets these tokens with the sample."""
@@ -155,12 +197,14 @@ class GenerationService:
         running: dict[int, PromptRequest] = {}
         began, silent = time.monotonic(), set(range(len(groups)))
         for i, group in enumerate(groups):
-            if group.full:
-                arrived.extend((i, sample) for sample in empty_samples(group))
+            none = empty_samples(group, arrival)
+            if none is not None:
+                arrived.extend((i, sample) for sample in none)
             else:
                 running[i] = PromptRequest(group.prompt, group.sampling, partial(arrive, i), group.names)
         requests = list(running.values())
         decoders = [ChunkDecoder(i, self.text, group.text, group.sampling.stop) for i, group in enumerate(groups)]
+        arrival.sent = True
         try:
             self._queue.open(requests)
             while running or arrived:
@@ -184,15 +228,19 @@ class GenerationService:
             self._queue.close(requests)
             self._count(request, requests)
 
-    async def score(self, request: Request, groups: Sequence[PromptGroup], top_logprobs: int) -> list[Sample | None]:
+    async def score(
+        self, request: Request, arrival: Arrival, groups: Sequence[PromptGroup], top_logprobs: int
+    ) -> list[Sample | None]:
         """Score prompts at temperature 1. Returns for each a sample whose tokens are those after the first; None for a prompt
-        of one token. Raises as `sample`, and HttpError for invalid `top_logprobs`."""
+        of one token. Raises as `sample`, and HttpError for invalid `top_logprobs` and for a request that was aborted."""
         sampling = Sampling(top_logprobs=top_logprobs, max_tokens=max(1, *(len(group.prompt) - 1 for group in groups)))
         self._checked(groups[0].prompt[:1], sampling)
 
         def submit(prompt: np.ndarray, sampling: Sampling) -> Handle:
             return self.upstream.client.submit_score(prompt[:1], [prompt[1:]], sampling)
 
+        if arrival.aborted:
+            raise HttpError(503, "the request was aborted before its prompt was scored; try again")
         made = [PromptRequest(group.prompt, sampling) for group in groups if len(group.prompt) > 1]
         await unless_disconnected(request, self._finish(made, submit))
         if any(sample.finish_reason != "scored" for each in made for sample in each.samples):
@@ -232,20 +280,30 @@ class GenerationService:
 
     def abort(self, names: Collection[str] | None = None) -> int:
         """Abort all requests of this process, or those with one of these names. Unknown names are ignored. Returns the number
-        of groups."""
-        if names is None:
-            return self._queue.abort()
-        selected = frozenset(names)
-        return self._queue.abort(lambda request: not selected.isdisjoint(request.names))
+        of groups; a request whose text is still being encoded counts as one."""
+        selected = None if names is None else frozenset(names)
+        preparing = sum(arrival.abort(selected) for arrival in self._arrivals)
+        if selected is None:
+            return preparing + self._queue.abort()
+        return preparing + self._queue.abort(lambda request: not selected.isdisjoint(request.names))
+
+    def abort_unsent(self) -> None:
+        """Abort the requests that the service has not seen, and send it those that wait for equal ones: what it aborts next
+        are all that were received."""
+        for arrival in self._arrivals:
+            arrival.abort(None)
+        self._queue.send_waiting()
 
 
-def empty_samples(group: PromptGroup) -> list[Sample]:
-    """Return the samples of a prompt that leaves no room for a token."""
+def empty_samples(group: PromptGroup, arrival: Arrival) -> list[Sample] | None:
+    """Return the samples of a prompt that leaves no room for a token, or was aborted before it was sent; None: it must be
+    sent."""
+    aborted = not arrival.aborted.isdisjoint(group.names)
+    if not group.full and not aborted:
+        return None
     empty: dict[str, Any] = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32), "weight_versions": []}
-    prompt = len(group.prompt)
-    return [
-        Sample(group_id="", index=i, finish_reason="length", prompt_tokens=prompt, **empty) for i in range(group.sampling.n)
-    ]
+    prompt, reason = len(group.prompt), "aborted" if aborted else "length"
+    return [Sample(group_id="", index=i, finish_reason=reason, prompt_tokens=prompt, **empty) for i in range(group.sampling.n)]
 
 
 def checked_name(given: str | None, field: str = "request_id") -> str | None:

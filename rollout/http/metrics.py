@@ -3,7 +3,7 @@ prime-rl reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -23,6 +23,14 @@ class RequestMeter:
     def __init__(self) -> None:
         self.first_token_s, self.sample_s = Histogram(SECONDS), Histogram(SECONDS)
         self.prompt_tokens, self.sample_tokens = Histogram(TOKENS), Histogram(TOKENS)
+        self.turns = dict.fromkeys(("exact", "template", "unknown"), 0)
+        """requests that continue a conversation, by how the ids of its last turn were found"""
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the counters of this process."""
+        about = "chats with an earlier turn, by its ids: exact, or encoded again and why"
+        for ids, count in self.turns.items():
+            yield "rollout:http_turns_total", "counter", about, {"ids": ids}, count
 
     def histograms(self) -> dict[str, tuple[str, Buckets]]:
         """Return help and counts by name."""
@@ -42,7 +50,7 @@ def metrics_handler(upstream: Upstream, meter: RequestMeter, name: str) -> Handl
 
     async def metrics(request: Request) -> Response:
         """Report metrics for Prometheus, under the names of vLLM."""
-        text = exposition(lines(await upstream.status()), meter.histograms(), name)
+        text = exposition([*lines(await upstream.status()), *meter.lines()], meter.histograms(), name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return metrics
@@ -68,12 +76,14 @@ def lines(status: dict[str, Any]) -> Iterator[Line]:
     yield "vllm:cache_config_info", "gauge", "size of the KV pool, as labels", labels, 1
 
 
-def exposition(metrics: Iterator[Line], histograms: Mapping[str, tuple[str, Buckets]], model: str) -> str:
+def exposition(metrics: Iterable[Line], histograms: Mapping[str, tuple[str, Buckets]], model: str) -> str:
     """Write metrics in Prometheus' text format. The gateway reports one engine, `engine="0"`."""
     labels = {"model_name": model, "engine": "0"}
-    written = []
+    written, begun = [], ""
     for name, kind, about, more, value in metrics:
-        written += [head(name, kind, about), sample(name, labels | more, value)]
+        written += [head(name, kind, about)] if name != begun else []
+        written.append(sample(name, labels | more, value))
+        begun = name
     for name, (about, buckets) in histograms.items():
         written.append(head(name, "histogram", about))
         for bound, count in buckets.counts:

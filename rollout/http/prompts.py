@@ -13,7 +13,11 @@ from typing import Any
 
 import msgspec
 
+from rollout.client.token_text import special_tokens
+
 Messages = list[dict[str, Any]]
+MARK = "rolloutMARKrollout"
+"""stands behind a message's text where the template is rendered to find what it writes there"""
 
 
 class Texts(msgspec.Struct, frozen=True, tag=True):
@@ -34,17 +38,21 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     known: int = 0
     """number of messages whose exact ids are known"""
     last: int | None = None
-    """the last one of these ids"""
+    """the last one of these ids, which may have ended the turn"""
 
 
 Job = Texts | Conversation
 
 
 class Ids(msgspec.Struct, frozen=True, tag=True):
-    """Token ids of each text, or of the conversation. rest: only those after the known ones."""
+    """Token ids of each text, or of the conversation.
+
+    rest: only those after the known ones.
+    tools_unseen: the template writes the same text without the tools."""
 
     ids: list[list[int]]
     rest: bool = False
+    tools_unseen: bool = False
 
 
 class PromptRefused(msgspec.Struct, frozen=True, tag=True):
@@ -87,16 +95,14 @@ class Prompts:
 
     def __init__(self, tokenizer: Any, max_chars: int) -> None:
         self._tokenizer, self._max_chars = tokenizer, max_chars
+        self._special = special_tokens(tokenizer)
 
     def answer(self, job: Job) -> Answer:
         """Execute a job. An exception of the template or the tokenizer becomes the answer."""
         try:
             if isinstance(job, Texts):
                 return Ids([self._encode(text, job.special) for text in job.texts])
-            rest = self._rest(job) if job.known else None
-            if rest is not None:
-                return Ids([self._encode(rest, False)], rest=True)
-            return Ids([self._encode(self._render(job.messages, job.template, job.generate), False)])
+            return self._conversation(job)
         except MemoryError:
             return PromptRefused("the prompt needs more memory than it may have")
         except Refusal as error:
@@ -104,6 +110,14 @@ class Prompts:
         except Exception as error:  # a template may raise anything
             by = "tokenizer refused the text" if isinstance(job, Texts) else "chat template refused the messages"
             return PromptRefused(f"the {by}: {str(error)[:1000] or type(error).__name__}")
+
+    def _conversation(self, job: Conversation) -> Ids:
+        whole = self._render(job.messages, job.template, job.generate)
+        others = {name: value for name, value in job.template.items() if name != "tools"}
+        unseen = bool(job.template.get("tools")) and self._render(job.messages, others, job.generate) == whole
+        rest = self._rest(job, whole) if job.known else None
+        ids = self._encode(whole, False) if rest is None else rest
+        return Ids([ids], rest=rest is not None, tools_unseen=unseen)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
@@ -115,14 +129,30 @@ class Prompts:
             raise Refusal(f"the chat template writes {len(text)} characters: at most {self._max_chars} can fit the context")
         return text
 
-    def _rest(self, job: Conversation) -> str | None:
-        """Return the template's text after the known ids; None if the template does not render a turn as a prefix of the next
-        one."""
-        whole = self._render(job.messages, job.template, True)
-        turn = self._render(job.messages[: job.known], job.template, False)
-        end = self._tokenizer.eos_token or ""
-        at = turn.rfind(end)
-        if not end or at < 0 or not whole.startswith(turn) or turn[at + len(end) :].strip():
+    def _rest(self, job: Conversation, whole: str) -> list[int] | None:
+        """Return the ids after the known ones; None if the template does not render a turn as a prefix of the next one."""
+        messages, said = job.messages[: job.known], job.messages[job.known - 1]
+        turn = self._render(messages, job.template, False)
+        if not whole.startswith(turn):
             return None
-        ended = job.last is not None and job.last == self._tokenizer.eos_token_id
-        return turn[at + len(end) if ended else at :] + whole[len(turn) :]
+        # what the template writes behind the message's text is found behind a mark, which it can neither trim nor know
+        marked = {**said, "content": f"{said.get('content') or ''}{MARK}"}
+        _, found, behind = self._render([*messages[:-1], marked], job.template, False).rpartition(MARK)
+        if not found or not turn.endswith(behind):
+            return None
+        if said.get("tool_calls"):  # written behind the text; the known ids have them
+            behind = self._ending(behind)
+        rest = behind + whole[len(turn) :]
+        last = None if job.last is None else self._special.get(job.last)
+        if last is None or not rest.startswith(last):
+            return self._encode(rest, False)
+        # with the token before it: some tokenizers begin a text with a space
+        ids = self._encode(rest, False)
+        return ids[1:] if ids[:1] == [job.last] else self._encode(rest.removeprefix(last), False)
+
+    def _ending(self, text: str) -> str:
+        """Return the special token that ends a text, and the blanks after it; "" if none does."""
+        places = (text.rfind(special) for special in self._special.values())
+        at = max(places, default=-1)
+        ends = at >= 0 and any(not text[at:].removeprefix(special).strip() for special in self._special.values() if special)
+        return text[at:] if ends else ""

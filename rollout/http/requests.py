@@ -162,7 +162,7 @@ class RequestQueue:
 
     def abort(self, selected: Callable[[PromptRequest], bool] = lambda _: True) -> int:
         """Abort all open requests, or the `selected` ones. They return with their tokens so far. Returns their number."""
-        self._send_waiting()
+        self.send_waiting()
         requests = [request for request in self._open if not request.ended and selected(request)]
         for request in requests:
             request.abort()
@@ -185,9 +185,10 @@ class RequestQueue:
             self._timer = self._loop.call_at(due, self._on_timer)
         else:
             self._timer = None
-            self._send_waiting()
+            self.send_waiting()
 
-    def _send_waiting(self) -> None:
+    def send_waiting(self) -> None:
+        """Send the requests that wait for equal ones."""
         waiting, self._waiting = self._waiting, {}
         limits = self._client.info.limits
         most_children = min(self._limits.max_joined, limits.max_n, limits.max_samples_per_client)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.types import Routing, Sample, Sampling
-from rollout.http.errors import not_served
+from rollout.http.errors import bad, not_served
 from rollout.http.generation import PromptGroup
 from rollout.http.sampling import VllmSampling
 from rollout.http.text import TextChunk
@@ -40,7 +39,56 @@ class TokenLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """where the token begins in the text of all tokens"""
+    """where the token begins in the text of the choice"""
+
+
+class WeightSpan(msgspec.Struct):
+    """`version` generated the tokens `start` to `end` - 1 of a sample. As in vLLM and SGLang."""
+
+    version: str
+    start: int
+    end: int
+
+
+def weight_spans(sample: Sample) -> list[WeightSpan]:
+    """Return which weights generated which tokens of a sample."""
+    starts = [start for start, _ in sample.weight_versions]
+    ends = [*starts[1:], len(sample.token_ids)]
+    return [WeightSpan(str(version), start, end) for (start, version), end in zip(sample.weight_versions, ends, strict=True)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`stream_options` of a request."""
+
+    include_usage: bool | None = None
+    """the last event has the token counts of all samples"""
+    continuous_usage_stats: bool | None = None
+    """each event has the token counts of its choice so far"""
+    include_obfuscation: bool | None = None
+    """of OpenAI: unsupported unless false"""
+
+
+class StreamUsage:
+    """Token counts of a stream. options: None = without."""
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self.last = options is not None and bool(options.include_usage)
+        """whether the last event has the counts of all samples"""
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+
+    def so_far(self, prompt_tokens: int, tokens: int) -> dict[str, Usage]:
+        """Return the field of an event: counts of its choice."""
+        return {"usage": Usage(prompt_tokens, tokens, prompt_tokens + tokens)} if self._continuous else {}
+
+
+def checked_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
+    """Raise HttpError for options of a request that is no stream, and for unsupported ones."""
+    if options is None or options == StreamOptions():
+        return
+    if not stream:
+        raise bad("stream_options: only a stream has them; set stream, or leave them out", "stream_options")
+    if options.include_obfuscation:
+        raise not_served("include_obfuscation", "leave it out: no event is padded", "stream_options")
 
 
 def usage(groups: Sequence[PromptGroup], samples: Iterable[Sample]) -> Usage:
@@ -49,14 +97,9 @@ def usage(groups: Sequence[PromptGroup], samples: Iterable[Sample]) -> Usage:
     return Usage(prompt, completion, prompt + completion)
 
 
-def wants_usage(options: dict[str, Any] | None) -> bool:
-    """Whether the last event of a stream has the token counts."""
-    return bool((options or {}).get("include_usage"))
-
-
-def finish(sampling: Sampling, sample: Sample | None) -> dict[str, Any]:
+def finish(sampling: Sampling, sample: Sample | None, versions: bool | None = None) -> dict[str, Any]:
     """Return the fields of a choice about its end; None: the sample has not finished. `stop_reason` is the stop string or stop
-    token, None at the model's end of sequence."""
+    token, None at the model's end of sequence. versions: false = without `weight_versions`."""
     if sample is None:
         return {"finish_reason": None}
     stop_reason: str | int | None = sample.stopped_by
@@ -66,7 +109,7 @@ def finish(sampling: Sampling, sample: Sample | None) -> dict[str, Any]:
     return {
         "finish_reason": FINISH.get(sample.finish_reason, "abort"),
         "stop_reason": stop_reason,
-        "weight_versions": sample.weight_versions,
+        **({} if versions is False else {"weight_versions": weight_spans(sample)}),
     }
 
 
@@ -106,20 +149,36 @@ def top_tokens(tokens: Tokens) -> list[list[tuple[int, float]]]:
     return [[(id, logprob) for id, logprob in zip(ids, logprobs, strict=True) if id >= 0] for ids, logprobs in rows]
 
 
-def token_logprobs(tokens: Tokens, name: Callable[[int], str], offset: int = 0) -> TokenLogprobs:
-    """List log-probs as /v1/completions does. `top_logprobs` always includes the sampled token. offset: characters of earlier
-    tokens."""
-    names, logprobs = [name(id) for id in tokens.token_ids.tolist()], tokens.logprobs.tolist()
+class Names(msgspec.Struct, frozen=True):
+    """How tokens are called in /v1/completions."""
+
+    plain: Callable[[int], str]
+    distinct: Callable[[int], str]
+    """of a token whose plain name another one has"""
+
+
+def token_logprobs(tokens: Tokens, names: Names, offsets: list[int]) -> TokenLogprobs:
+    """List log-probs as /v1/completions does. `top_logprobs` always includes the sampled token, under its name in `tokens`.
+    offsets: where the tokens begin in the text of the choice."""
+    ids, logprobs = tokens.token_ids.tolist(), tokens.logprobs.tolist()
     top: list[dict[str, float] | None] = [
-        {name(id): value for id, value in most_probable} | {token: logprob}
-        for token, logprob, most_probable in zip(names, logprobs, top_tokens(tokens), strict=True)
+        named_logprobs([*most_probable, *([] if id in dict(most_probable) else [(id, logprob)])], id, names)
+        for id, logprob, most_probable in zip(ids, logprobs, top_tokens(tokens), strict=True)
     ]
-    return TokenLogprobs(names, logprobs, top, text_offsets(names, offset))
+    return TokenLogprobs([names.plain(id) for id in ids], logprobs, top, offsets)
 
 
-def text_offsets(names: list[str], first: int = 0) -> list[int]:
-    """Return where each token begins in the text of all of them."""
-    return list(itertools.accumulate(map(len, names), initial=first))[: len(names)]
+def named_logprobs(entries: list[tuple[int, float]], sampled: int, names: Names) -> dict[str, float]:
+    """Return log-probs by name, as many as there are entries. Of tokens with the same name, such as parts of characters, the
+    sampled one has it."""
+    named = {names.plain(sampled): 0.0}
+    keys = {sampled: names.plain(sampled)}
+    for id, logprob in entries:
+        if id not in keys:
+            tries = (names.plain(id), names.distinct(id), id_name(id))
+            keys[id] = next(name for name in tries if name not in named)
+            named[keys[id]] = logprob
+    return {keys[id]: logprob for id, logprob in entries}
 
 
 def token_contents(tokens: Tokens, heads: dict[int, bytes]) -> Any:

@@ -1,7 +1,7 @@
 """Sampling parameters of vLLM and SGLang, converted to `Sampling`.
 
-A field is either part of `Sampling`, or accepted because it changes nothing, or unsupported (400, with an alternative), or
-unknown (400). Nothing is clamped or dropped.
+A field is either part of `Sampling`, or accepted because it changes nothing (`CHANGES_NOTHING`), or unsupported (400, with an
+alternative), or unknown (400). Nothing is clamped or dropped.
 """
 
 from __future__ import annotations
@@ -33,9 +33,33 @@ INSTEAD = {
     "custom_params": "leave it out",
     "regex": "ask in the prompt, and check the text",
     "ebnf": "ask in the prompt, and check the text",
+    "length_penalty": "leave it out: it is of beam search",
+    "early_stopping": "leave it out: it is of beam search",
+    "store": "leave it out: the gateway stores no samples",
     "json_schema": "ask in the prompt, and check the text",
 }
 """unsupported fields, and the alternative"""
+CHANGES_NOTHING = {
+    "spaces_between_special_tokens": "of slow tokenizers; the text of fast ones does not depend on it",
+    "detokenize": "the route returns ids only",
+    "output_kind": "`stream` decides",
+    "user": "a label",
+    "metadata": "labels",
+    "prompt_cache_key": "a hint; equal prompts share KV without it",
+    "safety_identifier": "a label",
+    "load_inplace": "loading a name again always replaces its adapter",
+    "lora_int_id": "an adapter is found by its name",
+    "pinned": "the one adapter is never evicted",
+    "reset_external": "KV blocks record their weight version",
+    "device": "KV blocks record their weight version",
+    "is_async": "old weights serve until the new ones are complete, in any case",
+    "torch_empty_cache": "memory of staged weights is freed in any case",
+    "keep_pause": "an update never ends a pause",
+    "recapture_cuda_graph": "CUDA graphs read the weights in place",
+    "token_step": "a label",
+    "abort_message": "a label",
+}
+"""accepted fields that no response can depend on, and why"""
 NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", ())
 SALT = re.compile(r"(?:^|\D)(\d{1,18})$")
 
@@ -80,14 +104,10 @@ class VllmSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     use_beam_search: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
-    # change only the text
-    include_stop_str_in_output: bool | None = None
-    detokenize: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    """of beam search, which is unsupported"""
-    output_kind: int | None = None
-    """of vLLM's streams"""
+    # change only the text
+    include_stop_str_in_output: bool | None = None
     routed_experts_prompt_start: int | None = None
     """first position whose routes are returned; verifiers always sends it"""
     return_routed_experts: bool | None = None
@@ -117,7 +137,7 @@ def refuse_unsupported(params: msgspec.Struct) -> None:
             continue
         if name == "best_of" and value == (getattr(params, "n", None) or 1):
             continue
-        if name == "response_format" and value == {"type": "text"}:
+        if (name, value) in (("response_format", {"type": "text"}), ("length_penalty", 1.0)):
             continue
         raise not_served(f"{name}={value!r}"[:200], INSTEAD[name], name)
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import base64
 import itertools
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.routing import Route
 
 from rollout.engine.types import Sample
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
-from rollout.http.generation import GenerationService, PromptGroup, checked_name
-from rollout.http.responses import Contents, routes_of, top_tokens, wants_routes
+from rollout.http.generation import Arrival, GenerationService, PromptGroup, checked_name
+from rollout.http.responses import Contents, Tokens, routes_of, top_tokens, wants_routes, weight_spans
 from rollout.http.sampling import NEUTRAL, SGLangSampling, sglang_sampling_of, top_logprobs_of
 from rollout.http.text import TextChunk, TextOptions
 
@@ -80,42 +80,61 @@ class SGLangRoutes:
         generation = self._generation
         generation.model(body.model)
         self._refuse_unsupported(body)
-        prompts, batched = await unless_disconnected(request, self._prompts(body))
+        given, batched = self._given(body)
+        ids = [name or generation.new_id("gen") for name in names_of(body.rid, len(given))]
+        with generation.arrival(ids) as arrival:
+            prompts = given
+            if body.text is not None:
+                prompts = await unless_disconnected(request, generation.prompts.texts(given, True, "text"))
+            made = await self._prompts(request, arrival, body, prompts, ids)
+            if body.stream:
+                return EventStream(request, self._events(request, arrival, made, body))
+            samples = await generation.sample(request, arrival, [prompt.group for prompt in made])
+        answers = [
+            self._answer(prompt, sample, body) for prompt, children in zip(made, samples, strict=True) for sample in children
+        ]
+        return answers if batched or len(answers) > 1 else answers[0]
+
+    async def _prompts(
+        self, request: Request, arrival: Arrival, body: GenerateRequest, prompts: list[list[int]], ids: list[str]
+    ) -> list[SGLangPrompt]:
+        """Check the prompts of a request, and score them if it asks for it. Raises HttpError, InvalidRequest."""
+        generation, start = self._generation, body.logprob_start_len
         params = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise bad(
                 f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or one per prompt", "sampling_params"
             )
         own_params = [each or SGLangSampling() for each in params]
-        ids = [name or generation.new_id("gen") for name in names_of(body.rid, len(prompts))]
         groups = [self._group(*each, body) for each in zip(prompts, own_params, ids, strict=True)]
         generation.check_samples(groups)
-        scored = body.logprob_start_len not in (None, -1)
-        scores: list[Sample | None] = await generation.score(request, groups, 0) if scored else [None] * len(groups)
+        scores: list[Sample | None] = [None] * len(groups)
+        if start not in (None, -1):
+            most = min(map(len, prompts))
+            if not 0 <= start <= most:
+                raise bad(f"logprob_start_len={start}: must be 0 to {most}, or -1 for none", "logprob_start_len")
+            scores = await generation.score(request, arrival, groups, body.top_logprobs_num or 0)
         first = itertools.accumulate((group.sampling.n for group in groups), initial=0)
-        made = [
+        return [
             SGLangPrompt(id=id, group=group, params=own, first=at, score=score)
             for id, group, own, score, at in zip(ids, groups, own_params, scores, first, strict=False)
         ]
-        if body.stream:
-            return EventStream(request, self._events(request, made, body))
-        samples = await generation.sample(request, groups)
-        answers = [
-            self._answer(prompt, sample, body) for prompt, children in zip(made, samples, strict=True) for sample in children
-        ]
-        return answers if batched or len(answers) > 1 else answers[0]
 
     def _refuse_unsupported(self, body: GenerateRequest) -> None:
         """Raise HttpError for unsupported fields, and for an adapter that is not loaded."""
         for name in ("return_hidden_states", "token_ids_logprob", "image_data"):
             if getattr(body, name) not in (*NEUTRAL, 0):
                 raise not_served(name, "send text" if name == "image_data" else "leave it out", name)
+        if not body.return_logprob:
+            for name, value in (("top_logprobs_num", 0), ("logprob_start_len", -1), ("return_text_in_logprobs", False)):
+                if getattr(body, name) not in (None, value):
+                    raise bad(f"{name} without return_logprob: set it to true, or leave {name} out", name)
         adapter, wanted = self._upstream.adapter, body.lora_path
         if wanted not in NEUTRAL and (adapter is None or wanted != adapter.name):
             raise not_served(f"lora_path={wanted!r}"[:200], "POST /load_lora_adapter, and give its name", "lora_path")
 
-    async def _prompts(self, body: GenerateRequest) -> tuple[list[list[int]], bool]:
-        """Return the ids of each prompt, and whether the request has a list of prompts. Raises HttpError."""
+    def _given(self, body: GenerateRequest) -> tuple[list[Any], bool]:
+        """Return the text or the ids of each prompt, and whether the request has a list of prompts. Raises HttpError."""
         if (body.input_ids is None) == (body.text is None):
             raise bad("give either input_ids or text", "input_ids")
         batched = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
@@ -125,7 +144,7 @@ class SGLangRoutes:
         if not 1 <= len(prompts) <= most:
             raise bad(f"{len(prompts)} prompts: must be 1 to {most} (max_prompts)", field)
         if body.text is not None:
-            return await self._generation.prompts.texts(prompts, True, field), batched
+            return prompts, batched
         if not all(isinstance(ids, list) for ids in prompts) or any(isinstance(id, list) for ids in prompts for id in ids):
             raise bad("input_ids must be token ids, or a list of lists of token ids", field)
         return prompts, batched
@@ -143,42 +162,46 @@ class SGLangRoutes:
 
     def _answer(self, prompt: SGLangPrompt, sample: Sample, body: GenerateRequest, index: int | None = None) -> dict[str, Any]:
         """Make the response for a finished sample. index: among all of the request; None: among those of its prompt."""
-        ids, params, text = sample.token_ids.tolist(), prompt.params, self._generation.text
-        if sample.finish_reason == "stop" and sample.stopped_by is None:  # at a token, which is trimmed as well
-            shown = ids if params.no_stop_trim is True else ids[:-1]
-            content = text.decode(shown, params.skip_special_tokens is not False)
-        else:
-            content = text.of(sample, params.skip_special_tokens, params.no_stop_trim)
+        ids, params = sample.token_ids.tolist(), prompt.params
+        content = self._generation.text.of(sample, params.skip_special_tokens, params.no_stop_trim)
         version = sample.weight_versions[-1][1] if sample.weight_versions else self._upstream.version
-        meta = self._meta(prompt, ids, sample.logprobs, version, body) | {
+        meta = self._meta(prompt, [sample], version, body) | {
             "finish_reason": finish_reason(sample, ids),
             "e2e_latency": sample.seconds,
-            "weight_versions": sample.weight_versions,
+            "weight_versions": weight_spans(sample),
         }
-        if sample.top_ids is not None:
-            meta["output_top_logprobs"] = [[[logprob, id, None] for id, logprob in top] for top in top_tokens(sample)]
         routes = routes_of(sample, self._upstream.info.routing, body.routed_experts_start_len or 0)
         if routes is not None:
             meta["routed_experts"] = base64.b64encode(routes.astype("<i4").tobytes()).decode()
         return {"text": content, "output_ids": ids, "meta_info": meta, "index": sample.index if index is None else index}
 
-    def _meta(
-        self, prompt: SGLangPrompt, ids: list[int], logprobs: np.ndarray, version: int, body: GenerateRequest
-    ) -> dict[str, Any]:
-        counts = {"prompt_tokens": len(prompt.group.prompt), "completion_tokens": len(ids), "cached_tokens": 0}
+    def _meta(self, prompt: SGLangPrompt, so_far: Sequence[Tokens], version: int, body: GenerateRequest) -> dict[str, Any]:
+        """Make the fields that every event has. so_far: the tokens of the sample, in order."""
+        tokens = sum(len(each.token_ids) for each in so_far)
+        counts = {"prompt_tokens": len(prompt.group.prompt), "completion_tokens": tokens, "cached_tokens": 0}
         meta: dict[str, Any] = {"id": prompt.id, **counts, "weight_version": str(version), "finish_reason": None}
-        if body.return_logprob:
-            meta["output_token_logprobs"] = entries(logprobs, ids)
-            score, start = prompt.score, max(body.logprob_start_len or 0, 0)
-            meta["input_token_logprobs"] = [] if score is None else entries(score.logprobs, score.token_ids.tolist())[start:]
+        if not body.return_logprob:
+            return meta
+        entries = Entries(self._generation.text.token if body.return_text_in_logprobs else lambda _: None)
+        meta["output_token_logprobs"] = [entry for each in so_far for entry in entries.own(each)]
+        meta["output_token_logprobs_length"] = tokens
+        if body.top_logprobs_num:
+            meta["output_top_logprobs"] = [top for each in so_far for top in entries.top(each)]
+        start, first = body.logprob_start_len, int(prompt.group.prompt[0])
+        if start not in (None, -1):
+            meta["input_token_logprobs"] = prompt_entries([None, first, entries.text(first)], entries.own, prompt, start)
+            if body.top_logprobs_num:
+                meta["input_top_logprobs"] = prompt_entries(None, entries.top, prompt, start)
+        else:
+            meta["input_token_logprobs"] = []
         return meta
 
-    async def _events(self, request: Request, prompts: list[SGLangPrompt], body: GenerateRequest) -> Contents:
+    async def _events(self, request: Request, arrival: Arrival, prompts: list[SGLangPrompt], body: GenerateRequest) -> Contents:
         """Yield the events of a stream; each has all tokens of a child so far."""
         so_far: dict[int, list[TextChunk]] = {}
         sent: dict[int, int] = {}
         """tokens in the last event of each child"""
-        async with aclosing(self._generation.stream(request, [prompt.group for prompt in prompts])) as chunks:
+        async with aclosing(self._generation.stream(request, arrival, [prompt.group for prompt in prompts])) as chunks:
             async for chunk in chunks:
                 prompt = prompts[chunk.group]
                 index = prompt.first + chunk.index
@@ -195,14 +218,33 @@ class SGLangRoutes:
         self, prompt: SGLangPrompt, so_far: list[TextChunk], body: GenerateRequest, index: int
     ) -> dict[str, Any]:
         ids = [id for chunk in so_far for id in chunk.ids]
-        logprobs = np.concatenate([chunk.logprobs for chunk in so_far])
-        meta = self._meta(prompt, ids, logprobs, self._upstream.version, body)
+        meta = self._meta(prompt, so_far, self._upstream.version, body)
         return {"text": "".join(chunk.text for chunk in so_far), "output_ids": ids, "meta_info": meta, "index": index}
 
 
-def entries(logprobs: np.ndarray, ids: list[int]) -> list[list[Any]]:
-    """List log-probs of tokens as SGLang does."""
-    return [[logprob, id, None] for logprob, id in zip(logprobs.tolist(), ids, strict=True)]
+class Entries(msgspec.Struct, frozen=True):
+    """Lists log-probs as SGLang does: [log-prob, id, text]. text: of a token, None = without."""
+
+    text: Callable[[int], str | None]
+
+    def own(self, tokens: Tokens) -> list[Any]:
+        """List those of the tokens themselves."""
+        pairs = zip(tokens.logprobs.tolist(), tokens.token_ids.tolist(), strict=True)
+        return [[logprob, id, self.text(id)] for logprob, id in pairs]
+
+    def top(self, tokens: Tokens) -> list[Any]:
+        """List those of the most probable tokens at each position."""
+        return [[[logprob, id, self.text(id)] for id, logprob in top] for top in top_tokens(tokens)]
+
+
+def prompt_entries(unknown: Any, entries: Callable[[Tokens], list[Any]], prompt: SGLangPrompt, start: int) -> list[Any]:
+    """List what belongs to the tokens of a prompt from `start` on. As in SGLang, the first entry has no log-prob.
+
+    unknown: the entry of the prompt's first token."""
+    listed = [unknown, *([] if prompt.score is None else entries(prompt.score))][start:]
+    if listed and listed[0] is not None:
+        listed[0] = [None, *listed[0][1:]] if not isinstance(listed[0][0], list) else None
+    return listed
 
 
 def names_of(rid: str | list[str] | None, prompts: int) -> list[str | None]:

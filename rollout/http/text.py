@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from tokenizers.decoders import DecodeStream
 
-from rollout.client.text import text_of
+from rollout.client.token_text import REPLACEMENT, Part, TokenText, cut, visible
 from rollout.engine.types import Sample, TokenChunk
 
 
@@ -25,7 +24,8 @@ class Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+        self.texts = TokenText(tokenizer)
+        self._special = {text: id for id, text in self.texts.special.items()}
         self._tokens: dict[int, str] = {}
         """at most one entry per id of the vocabulary"""
 
@@ -33,27 +33,67 @@ class Text:
         """Return the id of the special token with this text, None if there is none."""
         return self._special.get(text)
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special)
-        return text
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self.texts.text(ids)
+
+    def parts(self, sample: Sample, keep_stop: bool | None = None) -> list[Part]:
+        """Return the text of a sample. Without `keep_stop` it ends before the stop string or the token that ended it, as in the
+        APIs."""
+        if not keep_stop and ended_by_token(sample):
+            return self.texts.parts(sample.token_ids[:-1].tolist())
+        return self.texts.sample_parts(sample, bool(keep_stop))
 
     def of(self, sample: Sample, skip_special: bool | None = None, keep_stop: bool | None = None) -> str:
-        """Return the text of a sample without its stop string, unless `keep_stop`. None = default of the APIs: neither special
-        tokens nor stop string."""
-        return text_of(self.tokenizer, sample, skip_special=skip_special is not False, keep_stop=bool(keep_stop))
+        """Return the text of a sample. None = default of the APIs: neither special tokens nor what ended it."""
+        return visible(self.parts(sample, keep_stop), skip_special is not False)
 
     def token(self, id: int) -> str:
         """Return the text of one token."""
         text = self._tokens.get(id)
         if text is None:
-            text = self._tokens[id] = self.decode([id], skip_special=False)
+            text = self._tokens[id] = visible(self.texts.parts([id]), False)
         return text
 
+    def token_bytes(self, id: int) -> bytes | None:
+        """Return the bytes of one token; None if the tokenizer does not tell them."""
+        return self.texts.token_bytes(id)
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of a tokenizer's special tokens, by their text."""
-    added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    def distinct_name(self, id: int) -> str:
+        """Name a token whose text is the name of another one: by its bytes, as OpenAI does."""
+        data = self.token_bytes(id)
+        if not data or id in self.texts.special:
+            return f"token_id:{id}"
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def ended_by_token(sample: Sample) -> bool:
+    """Whether a sample ended with a stop token or the end of sequence, which is its last token."""
+    return sample.finish_reason == "stop" and sample.stopped_by is None and len(sample.token_ids) > 0
+
+
+def characters(parts: Sequence[Part]) -> int:
+    """Count the characters of parts, special tokens included."""
+    return sum(len(part.text) for part in parts)
+
+
+class Offsets:
+    """Where tokens begin in the text that they make, one after the other."""
+
+    def __init__(self, texts: TokenText) -> None:
+        self._stream, self._special = texts.stream(), texts.special
+        self._at, self._pending = 0, False
+
+    def add(self, ids: Sequence[int], skip_special: bool) -> list[int]:
+        """Return, for each of the next tokens, the characters before the one that its first byte is part of."""
+        offsets = []
+        for id in ids:
+            text = visible(self._stream.add(id), skip_special)
+            # the bytes before it were no character after all
+            offsets.append(self._at + (self._pending and text.startswith(REPLACEMENT)))
+            self._at += len(text)
+            self._pending = not text and id not in self._special
+        return offsets
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +106,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextDecoder:
-    """Decodes one child while it runs.
+    """Decodes one child while it runs. What it returns is, in the end, the text of the sample.
 
     Args:
         stop: stop strings of its group.
@@ -74,31 +114,46 @@ class TextDecoder:
 
     def __init__(self, text: Text, options: TextOptions, stop: tuple[str, ...]) -> None:
         self._text, self._options = text, options
-        self._stream = DecodeStream(skip_special_tokens=options.skip_special is not False)
+        self._stream = text.texts.stream()
         self._marks = (*stop, options.marker) if options.marker else stop
-        self._backend = getattr(text.tokenizer, "backend_tokenizer", None)
-        """None: all text comes at the end"""
-        self._sent: list[str] = []
-        self._held = ""
+        self._held: list[Part] = []
+        self._sent = 0
+        """characters"""
+        self._marked = False
+        """a mark was seen: the rest is sent at the end"""
 
     def add(self, ids: Sequence[int]) -> str:
         """Take new tokens. Returns new text that is final."""
-        try:
-            for id in ids:
-                self._held += (self._stream.step(self._backend, id) or "") if self._backend is not None else ""
-        except Exception:  # raised by tokenizers for bytes that are not text
-            self._backend = None
-        length = final_length(self._held, self._marks)
-        new, self._held = self._held[:length], self._held[length:]
-        self._sent.append(new)
+        if self._marked:
+            return ""
+        for id in ids:
+            self._held += self._stream.add(id)
+        held = visible(self._held, False)
+        length = final_length(held, self._marks)
+        final, rest = cut(self._held, length), held[length:]
+        self._marked = any(mark in rest for mark in self._marks)
+        self._held = after(self._held, length)
+        new = visible(final, self._options.skip_special is not False)
+        self._sent += len(new)
         return new
 
     def end(self, sample: Sample) -> str:
         """Return the remaining text of a finished child."""
-        whole = self._text.of(sample, self._options.skip_special, self._options.keep_stop)
-        sent = "".join(self._sent)
-        # some tokenizers decode a whole text differently (blanks before a comma, say); then the streamed text is continued
-        return whole[len(sent) :] if whole.startswith(sent) or self._backend is None else self._held
+        return self._text.of(sample, self._options.skip_special, self._options.keep_stop)[self._sent :]
+
+
+def between(parts: Sequence[Part], start: int, end: int) -> list[Part]:
+    """Return the characters `start` to `end` of parts."""
+    return cut(after(parts, start), end - start)
+
+
+def after(parts: Sequence[Part], length: int) -> list[Part]:
+    """Return parts without their first `length` characters."""
+    left = []
+    for part in parts:
+        left += [part._replace(text=part.text[length:])] if length < len(part.text) else []
+        length = max(0, length - len(part.text))
+    return left
 
 
 def final_length(text: str, marks: Sequence[str]) -> int:

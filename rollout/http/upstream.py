@@ -94,18 +94,24 @@ class Upstream:
         finally:
             self._changing_weights = False
 
-    async def refresh(self, call: Callable[[int | None], Refreshed], folder: str, version: int | None, param: str) -> int:
+    async def refresh(
+        self, call: Callable[[int | None], Refreshed], folder: str, version: int | None, param: str, exact: bool = False
+    ) -> int:
         """Update the weights from a folder that the service can read, while `changing_weights`. Returns the live version.
 
         Args:
             call: updates to a version; None = the next one.
-            version: used if it is above the live version, else the next one is.
+            version: used if it is above the live version.
+            exact: if it is not, the update is refused; otherwise the next version is used.
             param: name of the field that holds the folder.
 
-        Raises HttpError for an invalid path, and the errors of `RolloutClient.refresh` and `refresh_lora`."""
+        Raises HttpError for an invalid path or version, and the errors of `RolloutClient.refresh` and `refresh_lora`."""
         if not folder or "\0" in folder:
             raise bad(f"{param} is empty or not a path", param)
         live = int((await self.status())["version"])
+        if exact and version is not None and version <= live:
+            fix = f"version {live} is live; give a larger one, or null for the next"
+            raise bad(f"weight_version={version}: {fix}", "weight_version")
         wanted = version if version is not None and version > live else None
         try:
             refreshed = await self.control(partial(call, wanted))

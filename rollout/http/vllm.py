@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -15,27 +14,30 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
+from rollout.client.token_text import cut, visible
 from rollout.engine.types import Sample, Sampling
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
-from rollout.http.generation import GenerationService, PromptGroup, checked_name
+from rollout.http.generation import Arrival, GenerationService, PromptGroup, checked_name
 from rollout.http.responses import (
     Contents,
+    Names,
+    StreamOptions,
+    StreamUsage,
     TokenLogprobs,
     Tokens,
+    checked_stream_options,
     finish,
     id_name,
     prompt_logprobs,
-    text_offsets,
     token_contents,
     token_logprobs,
     usage,
     vllm_routes,
     wants_routes,
-    wants_usage,
 )
 from rollout.http.sampling import VllmSampling, lag_of, priority_of, sampling_of, top_logprobs_of
-from rollout.http.text import TextOptions
+from rollout.http.text import Offsets, Text, TextOptions, characters
 
 COMPLETION_TOKENS = 16
 """default of max_tokens of /v1/completions, as in OpenAI's API"""
@@ -46,9 +48,11 @@ class VllmRequest(VllmSampling, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+    """null: as true"""
     response_format: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -74,6 +78,9 @@ class Params(VllmSampling, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params` of /inference/v1/generate."""
 
     logprobs: int | None = None
+    # the route returns no text, and `stream` decides what its events hold
+    detokenize: bool | None = None
+    output_kind: int | None = None
 
 
 class TokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -86,11 +93,19 @@ class TokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     features: Any = None
     content_parts: Any = None
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionPrompt(msgspec.Struct, frozen=True):
+    """One prompt of /v1/completions."""
+
+    ids: list[int]
+    text: str | None
+    """as the request has it; None: it has ids"""
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -135,6 +150,7 @@ class CompletionRoutes:
         """Sample from token ids."""
         generation, params = self._generation, body.sampling_params
         generation.model(body.model)
+        checked_stream_options(body.stream_options, body.stream)
         for field in ("features", "content_parts", "kv_transfer_params"):
             if getattr(body, field):
                 raise not_served(field, "send token_ids of text", field)
@@ -146,12 +162,13 @@ class CompletionRoutes:
         sampling = vllm_sampling(generation, params, body, len(body.token_ids), max_tokens=params.max_tokens, **more)
         group = generation.group(body.token_ids, sampling, {id})
         generation.check_samples([group])
-        if stream:
-            return EventStream(request, self._generate_events(request, group, body, id))
         scores: list[Sample | None] = []
-        if params.prompt_logprobs is not None:
-            scores = await generation.score(request, [group], params.prompt_logprobs)
-        (samples,) = await generation.sample(request, [group])
+        with generation.arrival({id}) as arrival:
+            if stream:
+                return EventStream(request, self._generate_events(request, arrival, group, body, id))
+            if params.prompt_logprobs is not None:
+                scores = await generation.score(request, arrival, [group], params.prompt_logprobs)
+            (samples,) = await generation.sample(request, arrival, [group])
         answer: dict[str, Any] = {
             "request_id": id,
             "model": generation.models[0],
@@ -170,14 +187,22 @@ class CompletionRoutes:
             choice |= vllm_routes(sample, self._generation.upstream.info.routing, body.sampling_params)
         return choice | finish(group.sampling, sample)
 
-    async def _generate_events(self, request: Request, group: PromptGroup, body: TokensRequest, id: str) -> Contents:
+    async def _generate_events(
+        self, request: Request, arrival: Arrival, group: PromptGroup, body: TokensRequest, id: str
+    ) -> Contents:
         finished: list[Sample] = []
-        async with aclosing(self._generation.stream(request, [group])) as chunks:
+        counts = StreamUsage(body.stream_options)
+        head: dict[str, Any] = {"request_id": id}
+        if body.return_token_ids:
+            head["prompt_token_ids"] = body.token_ids
+        async with aclosing(self._generation.stream(request, arrival, [group])) as chunks:
             async for chunk in chunks:
                 finished += [chunk.sample] if chunk.sample is not None else []
-                yield {"request_id": id, "choices": [self._tokens_choice(group, chunk, chunk.sample, body)]}
-        if wants_usage(body.stream_options):
-            yield {"request_id": id, "choices": [], "usage": usage([group], finished)}
+                so_far = counts.so_far(len(group.prompt), chunk.first + len(chunk.token_ids))
+                yield head | {"choices": [self._tokens_choice(group, chunk, chunk.sample, body)]} | so_far
+                head.pop("prompt_token_ids", None)  # in the first event only
+        if counts.last:
+            yield head | {"choices": [], "usage": usage([group], finished)}
 
     # /v1/completions
 
@@ -187,23 +212,28 @@ class CompletionRoutes:
         head: dict[str, Any] = {"object": "text_completion", "created": int(time.time()), "model": generation.model(body.model)}
         if body.suffix:
             raise not_served("suffix", "leave it out", "suffix")
-        prompts = await unless_disconnected(request, self._prompts(body))
+        checked_stream_options(body.stream_options, body.stream)
         head["id"], names = request_names(generation, "cmpl", body.request_id)
-        scored = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
-        stream = bool(body.stream) and not scored and not body.echo
-        groups = [self._group(ids, body, names, stream) for ids in prompts]
-        generation.check_samples(groups)
-        if stream:
-            return EventStream(request, self._completion_events(request, groups, body, head))
-        top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
-        scores: list[Sample | None] = await generation.score(request, groups, top) if scored else [None] * len(groups)
-        samples = await generation.sample(request, groups)
+        with generation.arrival(names) as arrival:
+            prompts = await unless_disconnected(request, self._prompts(body))
+            scored = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
+            stream = bool(body.stream) and not scored and not body.echo
+            groups = [self._group(prompt.ids, body, names, stream) for prompt in prompts]
+            generation.check_samples(groups)
+            if stream:
+                return EventStream(request, self._completion_events(request, arrival, groups, body, head))
+            scores: list[Sample | None] = [None] * len(groups)
+            if scored:
+                top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
+                scores = await generation.score(request, arrival, groups, top)
+            samples = await generation.sample(request, arrival, groups)
         choices: list[dict[str, Any]] = []
-        for group, score, children in zip(groups, scores, samples, strict=True):
+        for prompt, group, score, children in zip(prompts, groups, scores, samples, strict=True):
             for child in children:
-                choices.append(self._whole_choice(len(choices), group, child, score, body))
-        answer = head | {"choices": choices, "usage": usage(groups, itertools.chain(*samples))}
-        return EventStream(request, whole_events(answer, body.stream_options)) if body.stream else answer
+                choices.append(self._whole_choice(len(choices), prompt, group, child, score, body))
+        if not body.stream:
+            return head | {"choices": choices, "usage": usage(groups, itertools.chain(*samples))}
+        return EventStream(request, whole_events(head, choices, groups, samples, body))
 
     def _group(self, ids: list[int], body: CompletionRequest, names: set[str], stream: bool) -> PromptGroup:
         generation = self._generation
@@ -213,7 +243,7 @@ class CompletionRoutes:
         )
         return generation.group(ids, sampling, names, body.text_options())
 
-    async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+    async def _prompts(self, body: CompletionRequest) -> list[CompletionPrompt]:
         """Return the token ids of each prompt. Raises HttpError."""
         given, limits = body.prompt, self._generation.limits
         several: Any = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
@@ -227,67 +257,114 @@ class CompletionRoutes:
         texts = [one for one in several if isinstance(one, str)]
         special = body.add_special_tokens is not False
         encoded = iter(await self._generation.prompts.texts(texts, special, "prompt") if texts else ())
-        return [next(encoded) if isinstance(one, str) else one for one in several]
+        return [
+            CompletionPrompt(next(encoded), one) if isinstance(one, str) else CompletionPrompt(one, None) for one in several
+        ]
 
     def _whole_choice(
-        self, index: int, group: PromptGroup, sample: Sample, score: Sample | None, body: CompletionRequest
+        self,
+        index: int,
+        prompt: CompletionPrompt,
+        group: PromptGroup,
+        sample: Sample,
+        score: Sample | None,
+        body: CompletionRequest,
     ) -> dict[str, Any]:
         text, options = self._generation.text, body.text_options()
-        content = text.of(sample, options.skip_special, options.keep_stop)
-        choice = self._choice(index, group, sample, content, body) | finish(group.sampling, sample)
+        skip_special, ids = options.skip_special is not False, sample.token_ids.tolist()
+        if body.echo:
+            content, offsets = with_prompt(text, prompt, sample, options)
+        else:
+            content, offsets = text.of(sample, skip_special, options.keep_stop), Offsets(text.texts).add(ids, skip_special)
+        offsets = [min(offset, len(content)) for offset in offsets]
+        choice = self._choice(index, group, sample, content, body, offsets[-len(ids) :] if ids else [])
+        choice |= finish(group.sampling, sample, body.return_weight_versions)
         choice |= vllm_routes(sample, self._generation.upstream.info.routing, body)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(score, text.token)
-        if body.echo:
-            choice["text"] = text.decode(group.prompt.tolist(), options.skip_special is not False) + content
-            if choice["logprobs"] is not None:
-                choice["logprobs"] = self._with_prompt(choice["logprobs"], group, score, body)
+        if body.echo and choice["logprobs"] is not None:
+            choice["logprobs"] = self._with_prompt(choice["logprobs"], group, score, body, offsets)
         return choice
 
     def _choice(
-        self, index: int, group: PromptGroup, tokens: Tokens, text: str, body: CompletionRequest, earlier: int | None = None
+        self,
+        index: int,
+        group: PromptGroup,
+        tokens: Tokens,
+        text: str,
+        body: CompletionRequest,
+        offsets: list[int],
+        first: bool = True,
     ) -> dict[str, Any]:
-        """Make a choice, or a part of it. earlier: characters of its earlier tokens; None: this is the first part."""
+        """Make a choice, or a part of it. offsets: of its tokens in its text."""
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if body.logprobs is not None:
-            choice["logprobs"] = token_logprobs(tokens, self._name(body), earlier or 0)
+            choice["logprobs"] = token_logprobs(tokens, self._names(body), offsets)
         if body.return_token_ids:
             choice["token_ids"] = tokens.token_ids.tolist()
-            choice["prompt_token_ids"] = group.prompt.tolist() if earlier is None else None
+            choice["prompt_token_ids"] = group.prompt.tolist() if first else None
         return choice
 
     def _with_prompt(
-        self, logprobs: TokenLogprobs, group: PromptGroup, score: Sample | None, body: CompletionRequest
+        self,
+        logprobs: TokenLogprobs,
+        group: PromptGroup,
+        score: Sample | None,
+        body: CompletionRequest,
+        offsets: list[int],
     ) -> TokenLogprobs:
         """Put the prompt before a completion (`echo`). Its first token has no log-prob."""
-        name = self._name(body)
-        parts = [TokenLogprobs([name(int(group.prompt[0]))], [None], [None], [0])]
-        parts += [token_logprobs(score, name)] if score is not None else []
+        names = self._names(body)
+        parts = [TokenLogprobs([names.plain(int(group.prompt[0]))], [None], [None], [])]
+        parts += [token_logprobs(score, names, [])] if score is not None else []
         parts.append(logprobs)
         tokens = [token for part in parts for token in part.tokens]
         values = [value for part in parts for value in part.token_logprobs]
-        return TokenLogprobs(tokens, values, [top for part in parts for top in part.top_logprobs], text_offsets(tokens))
+        return TokenLogprobs(tokens, values, [top for part in parts for top in part.top_logprobs], offsets)
 
-    def _name(self, body: CompletionRequest) -> Callable[[int], str]:
-        return id_name if body.return_tokens_as_token_ids else self._generation.text.token
+    def _names(self, body: CompletionRequest) -> Names:
+        text = self._generation.text
+        return Names(id_name, id_name) if body.return_tokens_as_token_ids else Names(text.token, text.distinct_name)
 
     async def _completion_events(
-        self, request: Request, groups: list[PromptGroup], body: CompletionRequest, head: dict[str, Any]
+        self, request: Request, arrival: Arrival, groups: list[PromptGroup], body: CompletionRequest, head: dict[str, Any]
     ) -> Contents:
         first_choice = [0, *itertools.accumulate(group.sampling.n for group in groups)]
         finished: list[Sample] = []
-        lengths: dict[int, int] = {}
-        """characters of the tokens that were sent, by choice"""
-        async with aclosing(self._generation.stream(request, groups)) as chunks:
+        counts, texts = StreamUsage(body.stream_options), self._generation.text.texts
+        begun: dict[int, Offsets] = {}
+        """by choice"""
+        async with aclosing(self._generation.stream(request, arrival, groups)) as chunks:
             async for chunk in chunks:
                 group, index = groups[chunk.group], first_choice[chunk.group] + chunk.index
-                choice = self._choice(index, group, chunk, chunk.text, body, lengths.get(index))
-                names = choice["logprobs"].tokens if choice["logprobs"] is not None else []
-                lengths[index] = lengths.get(index, 0) + sum(map(len, names))
-                finished += [chunk.sample] if chunk.sample is not None else []
-                yield head | {"choices": [choice | finish(group.sampling, chunk.sample)]}
-        if wants_usage(body.stream_options):
+                first = index not in begun
+                offsets = begun.setdefault(index, Offsets(texts)).add(chunk.ids, body.skip_special_tokens is not False)
+                choice = self._choice(index, group, chunk, chunk.text, body, offsets, first)
+                choice |= finish(group.sampling, chunk.sample, body.return_weight_versions)
+                if chunk.sample is not None:
+                    finished.append(chunk.sample)
+                    choice |= vllm_routes(chunk.sample, self._generation.upstream.info.routing, body)
+                yield head | {"choices": [choice]} | counts.so_far(len(group.prompt), chunk.first + len(chunk.token_ids))
+        if counts.last:
             yield head | {"choices": [], "usage": usage(groups, finished)}
+
+
+def with_prompt(text: Text, prompt: CompletionPrompt, sample: Sample, options: TextOptions) -> tuple[str, list[int]]:
+    """Return prompt and completion as one text, and where their tokens begin in it. The prompt is as it was given, with its
+    special tokens, and without those that the tokenizer has put before it."""
+    texts, skip_special, ids = text.texts, options.skip_special is not False, sample.token_ids.tolist()
+    stream, offsets = texts.stream(), Offsets(texts)
+    parts = [part._replace(special=False) for id in prompt.ids for part in stream.add(id)]
+    parts += [part for id in ids for part in stream.add(id)] + stream.end()
+    # what ended the completion is cut off at the end of both, since their border may lie in a character
+    trimmed = characters(texts.parts(ids)) - characters(text.parts(sample, options.keep_stop))
+    whole = visible(cut(parts, characters(parts) - trimmed), skip_special)
+    begins = offsets.add(prompt.ids, False) + offsets.add(ids, skip_special)
+    shown = texts.begun(whole, prompt.ids)
+    own = texts.text(prompt.ids)
+    added = len(own) - len(prompt.text) if prompt.text is not None and own.endswith(prompt.text) else 0
+    before = len(whole) - len(shown) + added
+    return shown[added:], [max(0, begin - before) for begin in begins]
 
 
 def vllm_sampling(
@@ -329,10 +406,17 @@ async def one_event(answer: dict[str, Any]) -> Contents:
     yield answer
 
 
-async def whole_events(answer: dict[str, Any], options: dict[str, Any] | None) -> Contents:
+async def whole_events(
+    head: dict[str, Any],
+    choices: list[dict[str, Any]],
+    groups: list[PromptGroup],
+    samples: list[list[Sample]],
+    body: CompletionRequest,
+) -> Contents:
     """Send a complete response with one event per choice."""
-    head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
-    for choice in answer["choices"]:
-        yield head | {"choices": [choice]}
-    if wants_usage(options):
-        yield answer | {"choices": []}
+    counts = StreamUsage(body.stream_options)
+    made = [(group, child) for group, children in zip(groups, samples, strict=True) for child in children]
+    for choice, (group, child) in zip(choices, made, strict=True):
+        yield head | {"choices": [choice]} | counts.so_far(len(group.prompt), len(child.token_ids))
+    if counts.last:
+        yield head | {"choices": [], "usage": usage(groups, itertools.chain(*samples))}
