@@ -80,7 +80,17 @@ def check_sample(sample: Sample, group: Group, partial: PartialSample | None, bo
     _check_versions(sample, skip, bounds)
     if not valid_kv_spans(sample.kv_versions, len(sample.token_ids)):
         raise _wrong(sample, "kv_versions", sample.kv_versions, "spans that ascend, within its tokens")
+    _check_ranks(sample, group, bounds.vocab_size)
     _check_end(sample, group, partial, bounds.eos_token_ids)
+
+
+def _check_ranks(sample: Sample, group: Group, vocab_size: int) -> None:
+    """Check the ranks of scored tokens, which a service may leave out."""
+    if not sample.ranks:
+        return
+    wanted = len(sample.token_ids) if group.score and group.sampling.top_logprobs else 0
+    if len(sample.ranks) != wanted or not all(1 <= rank <= vocab_size for rank in sample.ranks):
+        raise _wrong(sample, "ranks", str(sample.ranks)[:100], f"{wanted} from 1 to {vocab_size}, or none")
 
 
 def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:

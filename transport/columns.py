@@ -150,6 +150,7 @@ def pack_samples(group_ids: Sequence[str], samples: Sequence[Sample]) -> Samples
                 sample.text_end,
                 None if sample.prompt_routed_experts is None else len(sample.prompt_routed_experts),
                 sample.kv_versions,
+                sample.ranks,
             )
             for group_id, sample in zip(group_ids, samples, strict=True)
         ],
@@ -177,6 +178,7 @@ def unpack_samples(done: SamplesDone) -> list[Sample]:
             text_end=child.text_end,
             prompt_routed_experts=routes,
             kv_versions=child.kv_versions,
+            ranks=child.ranks,
             **columns,
         )
         for child, columns, routes in zip(

@@ -337,6 +337,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     prompt_routes: Annotated[int, msgspec.Meta(ge=0)] | None
     """number of its rows in `SamplesDone.prompt_routes`; None: it has none"""
     kv_versions: list[tuple[int, int, int]] = []
+    ranks: list[int] = []
 
 
 class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_unknown_fields=True):

@@ -144,6 +144,34 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def launch_draws(
     logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None, send: Send = in_place
 ) -> PendingTokens:
+    """Sample as `_launch` does, and rank the given tokens of draws that want the most probable ones."""
+    pending = _launch(logits, batch, kernel, send)
+    ranked = np.zeros(0, np.int64) if batch.top is None else np.flatnonzero((batch.uniform < 0) & (batch.top > 0))
+    if not len(ranked):
+        return pending
+    ranks = _ranks(logits, batch.logits_row[ranked], (-1 - batch.uniform[ranked]).astype(np.int64))
+
+    def read() -> SampledTokens:
+        whole = np.zeros(len(batch.uniform), np.int32)
+        whole[ranked] = ranks.cpu().numpy()
+        return pending.read()._replace(ranks=whole)
+
+    return PendingTokens(pending.tokens, read)
+
+
+def _ranks(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+    """Return [N] int32: 1 + the number of tokens that are more probable than token `tokens[i]` in row `rows[i]`."""
+    found = []
+    for at in range(0, len(rows), DISTRIBUTIONS):
+        row, token = (torch.from_numpy(each[at : at + DISTRIBUTIONS]).to(logits.device) for each in (rows, tokens))
+        of_row = logits[row]
+        found.append((of_row > of_row.gather(-1, token[:, None])).sum(-1, dtype=torch.int32) + 1)
+    return torch.cat(found)
+
+
+def _launch(
+    logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKernel | None = None, send: Send = in_place
+) -> PendingTokens:
     """Sample D tokens from [S, V] logits of any float dtype: with `kernel` if it supports them, else with plain torch. On a GPU
     the host does not wait until it reads the result.
 
@@ -167,7 +195,7 @@ def _launch_adjusted(logits: torch.Tensor, batch: SamplingBatch, kernel: DrawKer
     others = np.setdiff1d(np.arange(draws), np.concatenate([adjust.draws for adjust in batch.adjust]))
     parts = [(adjust.draws, _launch_changed(logits, batch, adjust, kernel, send)) for adjust in batch.adjust]
     if len(others):
-        parts.append((others, launch_draws(logits, batch.only(others), kernel, send)))
+        parts.append((others, _launch(logits, batch.only(others), kernel, send)))
     tokens = torch.empty(draws, dtype=torch.int32, device=logits.device)
     for places, (_, part) in zip(send([at for at, _ in parts]), parts, strict=True):
         tokens[places] = part.tokens
@@ -179,7 +207,7 @@ def _launch_changed(
 ) -> PendingTokens:
     """Launch the draws from the changed rows of `adjust`."""
     mine = replace(batch.only(adjust.draws), logits_row=adjust.taken, raw=False)
-    drawn, raws = launch_draws(adjust.apply(logits, send), mine, kernel, send), None
+    drawn, raws = _launch(adjust.apply(logits, send), mine, kernel, send), None
     if batch.raw:
         (rows,) = send([adjust.source[adjust.taken]])
         raws = logits[rows].float().log_softmax(-1).gather(-1, drawn.tokens.long()[:, None])[:, 0]
@@ -204,7 +232,7 @@ def _without_far(drawn: SampledTokens) -> SampledTokens:
 def merged(parts: list[tuple[np.ndarray, SampledTokens]]) -> SampledTokens:
     """Join parts of a step, each with its draw numbers, in the order of the draws."""
     back = np.argsort(np.concatenate([draws for draws, _ in parts]))
-    *columns, tops, _ = zip(*(drawn for _, drawn in parts), strict=True)
+    *columns, tops, _, _ = zip(*(drawn for _, drawn in parts), strict=True)
     whole: list[Any] = [None if column[0] is None else np.concatenate(column)[back] for column in columns]
     whole.append(_merged_top([(len(draws), top) for (draws, _), top in zip(parts, tops, strict=True)], back))
     return SampledTokens(*whole)

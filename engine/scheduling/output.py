@@ -27,6 +27,7 @@ class _Draws(NamedTuple):
     """token, log-prob, log-prob at temperature 1, and whether the logits were finite"""
     top: TopLogprobs | None
     routes: np.ndarray | None
+    ranks: np.ndarray | None
 
 
 def launched(state: SchedulerState, rows: list[Row]) -> None:
@@ -62,7 +63,7 @@ def record(state: SchedulerState, rows: list[Row], sampled: SampledTokens, learn
     first_k: list[tuple[Sequence, FinishReason]] = []
     raws = repeat(None) if sampled.raw_logprobs is None else sampled.raw_logprobs.tolist()
     each = [*zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), raws, sampled.finite.tolist(), strict=False)]
-    draws = _Draws(each, sampled.top, _know_prompts(rows, sampled))
+    draws = _Draws(each, sampled.top, _know_prompts(rows, sampled), sampled.ranks)
     size, draw = state.config.block_tokens, 0
 
     def finish(seq: Sequence, reason: FinishReason) -> None:
@@ -153,6 +154,8 @@ def _track(tracked: TokenCounts, token: int, draws: _Draws, draw: int) -> None:
     tracked.append(token)
     if draws.top is not None:
         tracked.append_top(draws.top, draw)
+        if draws.ranks is not None and draws.ranks[draw]:
+            tracked.ranks.append(int(draws.ranks[draw]))
     if draws.routes is not None:
         tracked.append_routes(draws.routes, draw)
 

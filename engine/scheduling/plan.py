@@ -303,6 +303,9 @@ class SampledTokens(NamedTuple):
     """None if no row wants them"""
     routes: StepRoutes | None = None
     """None if no row wants them; the worker adds it"""
+    ranks: np.ndarray | None = None
+    """[samples] int32: 1 + the number of tokens with a larger logit, of given tokens whose row wants the most probable ones; 0
+    of others. None if there are none"""
 
 
 class MaskedTokens(NamedTuple):

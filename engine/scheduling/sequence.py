@@ -427,6 +427,7 @@ class Sequence:
             offloads=self.offloads,
             seed=self.state.seed,
             prompt_routed_experts=self.state.take_prompt_routes(),
+            ranks=[] if self.tracked is None else self.tracked.ranks,
             **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
 

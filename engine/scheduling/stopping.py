@@ -117,7 +117,7 @@ class TokenCounts:
     """Token counts, stop strings, top log-probs and routes of one sequence. They depend on its own tokens and draws only, so
     they survive preemption and can be made from a `PartialSample`."""
 
-    __slots__ = ("k", "top_ids", "top_logprobs", "rules", "counts", "new", "stops", "tail", "found", "routes", "route")
+    __slots__ = ("k", "top_ids", "top_logprobs", "ranks", "rules", "counts", "new", "stops", "tail", "found", "routes", "route")
 
     def __init__(
         self, sampling: Sampling, rules: LogitRules | None, stops: Stops | None, partial: PartialSample | None
@@ -125,6 +125,8 @@ class TokenCounts:
         self.k = sampling.top_logprobs
         self.top_ids, self.top_logprobs = bytearray(), bytearray()
         """[tokens, k] int32 and float32"""
+        self.ranks: list[int] = []
+        """of given tokens, see `Sample.ranks`"""
         self.rules = rules
         self.counts: dict[int, int] | None = None if rules is None or rules.penalties is None else {}
         """how often each token is in the output; None: nothing is penalised"""

@@ -141,12 +141,13 @@ def id_name(id: int) -> str:
     return f"token_id:{id}"
 
 
-def top_tokens(tokens: Tokens) -> list[list[tuple[int, float]]]:
-    """Return (id, log-prob) of the most probable tokens at each position, without those that could not be sampled."""
+def top_tokens(tokens: Tokens, most: int | None = None) -> list[list[tuple[int, float]]]:
+    """Return (id, log-prob) of the most probable tokens at each position, without those that could not be sampled. most: so
+    many of them; None = all."""
     if tokens.top_ids is None or tokens.top_logprobs is None:
         return [[] for _ in tokens.token_ids]
     rows = zip(tokens.top_ids.tolist(), tokens.top_logprobs.tolist(), strict=True)
-    return [[(id, logprob) for id, logprob in zip(ids, logprobs, strict=True) if id >= 0] for ids, logprobs in rows]
+    return [[(id, logprob) for id, logprob in zip(ids, logprobs, strict=True) if id >= 0][:most] for ids, logprobs in rows]
 
 
 class Names(msgspec.Struct, frozen=True):
@@ -157,13 +158,16 @@ class Names(msgspec.Struct, frozen=True):
     """of a token whose plain name another one has"""
 
 
-def token_logprobs(tokens: Tokens, names: Names, offsets: list[int]) -> TokenLogprobs:
+def token_logprobs(tokens: Tokens, names: Names, offsets: list[int], most: int | None = None) -> TokenLogprobs:
     """List log-probs as /v1/completions does. `top_logprobs` always includes the sampled token, under its name in `tokens`.
-    offsets: where the tokens begin in the text of the choice."""
+
+    Args:
+        offsets: where the tokens begin in the text of the choice.
+        most: so many of the most probable tokens; None = all."""
     ids, logprobs = tokens.token_ids.tolist(), tokens.logprobs.tolist()
     top: list[dict[str, float] | None] = [
         named_logprobs([*most_probable, *([] if id in dict(most_probable) else [(id, logprob)])], id, names)
-        for id, logprob, most_probable in zip(ids, logprobs, top_tokens(tokens), strict=True)
+        for id, logprob, most_probable in zip(ids, logprobs, top_tokens(tokens, most), strict=True)
     ]
     return TokenLogprobs([names.plain(id) for id in ids], logprobs, top, offsets)
 
@@ -209,16 +213,18 @@ def id_logprob(id: int, logprob: float) -> dict[str, Any]:
     return {"token": id_name(id), "token_id": id, "logprob": logprob}
 
 
-def prompt_logprobs(score: Sample | None, name: Callable[[int], str]) -> list[dict[str, Any] | None]:
-    """List the log-probs of a prompt as vLLM does: None for the first token, then the token itself and the most probable ones.
-    The rank of a token that is not among these is unknown (None)."""
+def prompt_logprobs(score: Sample | None, name: Callable[[int], str], most: int) -> list[dict[str, Any] | None]:
+    """List the log-probs of a prompt as vLLM does: None for the first token, then the token itself and the `most` most probable
+    ones. The rank of a token is 1 + the number of tokens that are more probable; None if the service does not tell it."""
     rows: list[dict[str, Any] | None] = [None]
     if score is None:
         return rows
-    for id, logprob, top in zip(score.token_ids.tolist(), score.logprobs.tolist(), top_tokens(score), strict=True):
-        ranks = {one: rank for rank, (one, _) in enumerate(top, 1)}
+    own_ranks = score.ranks or [None] * len(score.token_ids)
+    columns = zip(score.token_ids.tolist(), score.logprobs.tolist(), own_ranks, top_tokens(score, most), strict=True)
+    for id, logprob, own_rank, top in columns:
+        ranks = {id: own_rank} | {one: rank for rank, (one, _) in enumerate(top, 1)}
         entries = {id: logprob} | dict(top)
         rows.append(
-            {str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": name(one)} for one, value in entries.items()}
+            {str(one): {"logprob": value, "rank": ranks[one], "decoded_token": name(one)} for one, value in entries.items()}
         )
     return rows

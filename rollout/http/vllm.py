@@ -167,7 +167,7 @@ class CompletionRoutes:
             if stream:
                 return EventStream(request, self._generate_events(request, arrival, group, body, id))
             if params.prompt_logprobs is not None:
-                scores = await generation.score(request, arrival, [group], params.prompt_logprobs)
+                scores = await generation.score(request, arrival, [group], max(1, params.prompt_logprobs))
             (samples,) = await generation.sample(request, arrival, [group])
         answer: dict[str, Any] = {
             "request_id": id,
@@ -177,7 +177,7 @@ class CompletionRoutes:
             "usage": usage([group], samples),
         }
         for score in scores:
-            answer["prompt_logprobs"] = prompt_logprobs(score, generation.text.token)
+            answer["prompt_logprobs"] = prompt_logprobs(score, generation.text.token, params.prompt_logprobs or 0)
         return EventStream(request, one_event(answer)) if body.stream else answer
 
     def _tokens_choice(self, group: PromptGroup, tokens: Tokens, sample: Sample | None, body: TokensRequest) -> dict[str, Any]:
@@ -224,7 +224,8 @@ class CompletionRoutes:
                 return EventStream(request, self._completion_events(request, arrival, groups, body, head))
             scores: list[Sample | None] = [None] * len(groups)
             if scored:
-                top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
+                # with at least one a service tells the rank of the token itself as well
+                top = max(1, body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
                 scores = await generation.score(request, arrival, groups, top)
             samples = await generation.sample(request, arrival, groups)
         choices: list[dict[str, Any]] = []
@@ -281,7 +282,7 @@ class CompletionRoutes:
         choice |= finish(group.sampling, sample, body.return_weight_versions)
         choice |= vllm_routes(sample, self._generation.upstream.info.routing, body)
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(score, text.token)
+            choice["prompt_logprobs"] = prompt_logprobs(score, text.token, body.prompt_logprobs)
         if body.echo and choice["logprobs"] is not None:
             choice["logprobs"] = self._with_prompt(choice["logprobs"], group, score, body, offsets)
         return choice
@@ -316,7 +317,7 @@ class CompletionRoutes:
         """Put the prompt before a completion (`echo`). Its first token has no log-prob."""
         names = self._names(body)
         parts = [TokenLogprobs([names.plain(int(group.prompt[0]))], [None], [None], [])]
-        parts += [token_logprobs(score, names, [])] if score is not None else []
+        parts += [token_logprobs(score, names, [], body.logprobs or 0)] if score is not None else []
         parts.append(logprobs)
         tokens = [token for part in parts for token in part.tokens]
         values = [value for part in parts for value in part.token_logprobs]

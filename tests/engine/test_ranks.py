@@ -1,0 +1,54 @@
+"""The rank of a scored token is 1 + the number of tokens with a larger logit, whatever computes the draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.client.api import RolloutClient
+from rollout.engine.cpu.kernels import Kernels
+from rollout.engine.forward.sampling import SamplingBatch, sample
+from rollout.engine.types import Sampling
+
+VOCABULARY = 300
+
+
+def batch(tokens: list[int], top: list[int], drawn: list[int]) -> SamplingBatch:
+    """Given tokens of a row of logits each, and draws."""
+    count = len(tokens) + len(drawn)
+    return SamplingBatch(
+        logits_row=np.arange(count),
+        temperature=np.full(count, 0.7, np.float32),
+        top_k=np.zeros(count, np.int64),
+        top_p=np.ones(count, np.float32),
+        min_p=np.zeros(count, np.float32),
+        uniform=np.array([*(-1.0 - token for token in tokens), *(0.5 for _ in drawn)]),
+        forbidden=[],
+        raw=False,
+        top=np.array(top, np.int64),
+    )
+
+
+@pytest.mark.parametrize("kernel", ["torch", "kernel"])
+def test_given_tokens_have_ranks(kernel: str) -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(7, VOCABULARY)).astype(np.float32))
+    logits[2, 5] = logits[2].max() + 1
+    tokens = [3, 299, 5, 17, 40]
+    mine = batch(tokens, [2, 2, 1, 0, 20, 3, 0], [0, 0])
+    found = sample(logits, mine, Kernels("plain") if kernel == "kernel" else None)
+    want = [1 + int((logits[row] > logits[row, token]).sum()) for row, token in enumerate(tokens)]
+    assert found.ranks is not None and found.ranks.tolist() == [*want[:3], 0, want[4], 0, 0] and want[2] == 1
+    assert sample(logits, batch([], [3, 3], [0, 0])).ranks is None, "nothing is ranked that was drawn"
+
+
+def test_scored_prompts_tell_ranks(tiny_service: str) -> None:
+    prompt, tokens = [5, 6, 7], list(range(10, 40))
+    with RolloutClient(tiny_service) as client:
+        (top,), (none,) = (client.score([prompt], [[tokens]], Sampling(top_logprobs=k))[0] for k in (20, 0))
+        (drawn,) = client.submit(prompt, Sampling(top_logprobs=3, max_tokens=4)).result(60)
+    assert len(top.ranks) == len(tokens) and not none.ranks and not drawn.ranks
+    assert any(rank > 20 for rank in top.ranks), "those that the most probable ones do not tell"
+    for id, rank, ids in zip(tokens, top.ranks, top.top_ids.tolist(), strict=True):
+        assert (ids.index(id) + 1 if id in ids else None) in (rank, None) and (id in ids) == (rank <= 20)
