@@ -96,6 +96,7 @@ nightly: model
 quick: $(STAMP)
 	@$(BIN)/python -m pytest --quiet $(if $(ARGS),,-n 2 --dist worksteal) $(QUICK) $(ARGS)
 
+# Of vLLM and SGLang only the sources of their response types are kept.
 # Their packages lie in an environment of their own, over ours: .venv stays what the project needs. Without a network it must be there.
 integrations: $(INTEGRATIONS)/.installed
 	@PRIME_RL=$(PRIME_RL) SLIME=$(SLIME) VERL=$(VERL) $(INTEGRATIONS)/bin/python -m pytest -W default -m integrations tests/integrations $(ARGS)
@@ -106,6 +107,7 @@ $(INTEGRATIONS)/.installed: $(STAMP)
 		> $$($(INTEGRATIONS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) httptools uvloop
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+	@$(INTEGRATIONS)/bin/python -m tests.integrations.their_sources $(INTEGRATIONS)/their
 	@touch $@
 
 # 284 MB that nothing else needs: in an environment of its own, over ours

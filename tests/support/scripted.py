@@ -121,7 +121,7 @@ class Scripted:
     def chat(self, said: str | Sequence[int], messages: Any = None, **body: Any) -> dict[str, Any]:
         """Have the model answer a conversation. Returns the response, and checks that a stream has the same message."""
         messages, headers = messages or USER, body.pop("headers", None)
-        tools = {"tools": body["tools"]} if body.get("tools") else {}
+        tools = {"tools": body["tools"]} if body.get("tools") and body.get("tool_choice") != "none" else {}
         length = self.post("/tokenize", {"messages": messages, **tools})["count"]
         self.put({length: [*self.ids(said), self.ends[0]] if isinstance(said, str) else said})
         body = {"messages": messages, "temperature": 0, "max_tokens": 400, **body}
