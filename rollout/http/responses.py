@@ -52,9 +52,9 @@ class WeightSpan(msgspec.Struct):
 
 def weight_spans(sample: Sample) -> list[WeightSpan]:
     """Return which weights generated which tokens of a sample."""
-    starts = [start for start, _ in sample.weight_versions]
-    ends = [*starts[1:], len(sample.token_ids)]
-    return [WeightSpan(str(version), start, end) for (start, version), end in zip(sample.weight_versions, ends, strict=True)]
+    spans = sample.weight_versions
+    ends = [start for start, _ in spans[1:]] + [len(sample.token_ids)] * bool(spans)
+    return [WeightSpan(str(version), start, end) for (start, version), end in zip(spans, ends, strict=True)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
