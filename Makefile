@@ -107,7 +107,7 @@ $(INTEGRATIONS)/.installed: $(STAMP)
 		> $$($(INTEGRATIONS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check $(CLIENTS) httptools uvloop
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
-	@$(INTEGRATIONS)/bin/python -m tests.integrations.their_sources $(INTEGRATIONS)/their
+	@$(INTEGRATIONS)/bin/python -m tests.support.their_sources $(INTEGRATIONS)/their
 	@touch $@
 
 # 284 MB that nothing else needs: in an environment of its own, over ours

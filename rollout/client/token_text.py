@@ -1,6 +1,6 @@
 """Token ids to text, whole and piece by piece, so that both are the same text.
 
-    ids ──→ TokenStream.add ──→ Part, Part, … (a special token is a part of its own) ──→ TokenStream.end ──→ Part
+    ids ──→ TokenStream.add ──→ TextPiece, TextPiece, … (a special token is a part of its own) ──→ TokenStream.end ──→ TextPiece
 
 A decoder of tokenizers reads a run of bytes as one: where the last one is missing, it replaces the whole run (byte fallback),
 which a stream cannot know. Here a character is text once its bytes are complete, and other bytes become U+FFFD one by one.
@@ -24,7 +24,7 @@ MAX_PENDING = 8
 """tokens that may be part of one character, of a tokenizer whose bytes are unknown"""
 
 
-class Part(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of text: that of ordinary tokens, or of one special token."""
 
     text: str
@@ -34,10 +34,10 @@ class Part(NamedTuple):
 class TokenStream(Protocol):
     """Decodes tokens one after the other."""
 
-    def add(self, id: int) -> list[Part]:
+    def add(self, id: int) -> list[TextPiece]:
         """Take the next token. Returns the text that is complete with it."""
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[TextPiece]:
         """Return the text of bytes that no character was made of."""
 
 
@@ -48,16 +48,16 @@ class ByteStream:
         self._vocabulary, self._special = vocabulary, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, id: int) -> list[Part]:
+    def add(self, id: int) -> list[TextPiece]:
         if id in self._special:
-            return [*self.end(), Part(self._special[id], True)]
+            return [*self.end(), TextPiece(self._special[id], True)]
         text = self._decoder.decode(self._vocabulary[id])
-        return [Part(text, False)] if text else []
+        return [TextPiece(text, False)] if text else []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[TextPiece]:
         text = self._decoder.decode(b"", True)
         self._decoder.reset()
-        return [Part(text, False)] if text else []
+        return [TextPiece(text, False)] if text else []
 
 
 class WindowStream:
@@ -70,9 +70,9 @@ class WindowStream:
         """the last tokens whose text was returned"""
         self._pending: list[int] = []
 
-    def add(self, id: int) -> list[Part]:
+    def add(self, id: int) -> list[TextPiece]:
         if id in self._special:
-            parts = [*self.end(), Part(self._special[id], True)]
+            parts = [*self.end(), TextPiece(self._special[id], True)]
             self._told = []
             return parts
         self._pending.append(id)
@@ -80,13 +80,13 @@ class WindowStream:
             return []
         return self.end()
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[TextPiece]:
         if not self._pending:
             return []
         before, whole = decoded(self._tokenizer, self._told), decoded(self._tokenizer, [*self._told, *self._pending])
         text = whole[len(before) :] if whole.startswith(before) else decoded(self._tokenizer, self._pending)
         self._told, self._pending = self._pending, []
-        return [Part(text, False)] if text else []
+        return [TextPiece(text, False)] if text else []
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -114,10 +114,10 @@ class TokenText:
             return WindowStream(self.tokenizer, self.special)
         return ByteStream(self._vocabulary, self.special)
 
-    def parts(self, ids: Sequence[int]) -> list[Part]:
+    def parts(self, ids: Sequence[int]) -> list[TextPiece]:
         """Return the text of ids: what a stream returns of them, one after the other."""
         if self._vocabulary is not None and self.special.keys().isdisjoint(ids):
-            return [Part(self._vocabulary.text(ids).decode("utf-8", "replace"), False)]
+            return [TextPiece(self._vocabulary.text(ids).decode("utf-8", "replace"), False)]
         stream = self.stream()
         return [part for id in ids for part in stream.add(id)] + stream.end()
 
@@ -138,7 +138,7 @@ class TokenText:
         text = decoded(self.tokenizer, [id])
         return None if REPLACEMENT in text else text.encode()
 
-    def sample_parts(self, sample: Sample, keep_stop: bool = False) -> list[Part]:
+    def sample_parts(self, sample: Sample, keep_stop: bool = False) -> list[TextPiece]:
         """Return the text of a sample, up to the stop string that ended it."""
         parts = self.parts(sample.token_ids.tolist())
         if sample.text_end is None or sample.stopped_by is None:
@@ -146,14 +146,14 @@ class TokenText:
         return cut(parts, sample.text_end + (len(sample.stopped_by) if keep_stop else 0))
 
 
-def visible(parts: Iterable[Part], skip_special: bool) -> str:
+def visible(parts: Iterable[TextPiece], skip_special: bool) -> str:
     """Join parts, without those of special tokens if `skip_special`."""
     return "".join([part.text for part in parts if not (skip_special and part.special)])
 
 
-def cut(parts: Iterable[Part], length: int) -> list[Part]:
+def cut(parts: Iterable[TextPiece], length: int) -> list[TextPiece]:
     """Return the first `length` characters of parts."""
-    kept: list[Part] = []
+    kept: list[TextPiece] = []
     for part in parts:
         if length <= 0:
             break

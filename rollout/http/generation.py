@@ -17,7 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from rollout.client.handle import Handle
-from rollout.engine.types import Group, Sample, Sampling, TokenChunk
+from rollout.engine.types import FinishReason, Group, Sample, Sampling, TokenChunk
 from rollout.http.endpoints import unless_disconnected
 from rollout.http.errors import HttpError, bad
 from rollout.http.metrics import RequestMeter
@@ -302,7 +302,8 @@ def empty_samples(group: PromptGroup, arrival: Arrival) -> list[Sample] | None:
     if not group.full and not aborted:
         return None
     empty: dict[str, Any] = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32), "weight_versions": []}
-    prompt, reason = len(group.prompt), "aborted" if aborted else "length"
+    prompt = len(group.prompt)
+    reason: FinishReason = "aborted" if aborted else "length"
     return [Sample(group_id="", index=i, finish_reason=reason, prompt_tokens=prompt, **empty) for i in range(group.sampling.n)]
 
 

@@ -17,7 +17,7 @@ from rollout.client.token_text import special_tokens
 
 Messages = list[dict[str, Any]]
 MARK = "rolloutMARKrollout"
-"""stands behind a message's text where the template is rendered to find what it writes there"""
+"""put after a message's text where the template is rendered to find what it writes there"""
 
 
 class Texts(msgspec.Struct, frozen=True, tag=True):

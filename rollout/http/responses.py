@@ -219,10 +219,10 @@ def prompt_logprobs(score: Sample | None, name: Callable[[int], str], most: int)
     rows: list[dict[str, Any] | None] = [None]
     if score is None:
         return rows
-    own_ranks = score.ranks or [None] * len(score.token_ids)
+    own_ranks: list[int | None] = [*score.ranks] or [None] * len(score.token_ids)
     columns = zip(score.token_ids.tolist(), score.logprobs.tolist(), own_ranks, top_tokens(score, most), strict=True)
     for id, logprob, own_rank, top in columns:
-        ranks = {id: own_rank} | {one: rank for rank, (one, _) in enumerate(top, 1)}
+        ranks: dict[int, int | None] = {id: own_rank} | {one: rank for rank, (one, _) in enumerate(top, 1)}
         entries = {id: logprob} | dict(top)
         rows.append(
             {str(one): {"logprob": value, "rank": ranks[one], "decoded_token": name(one)} for one, value in entries.items()}

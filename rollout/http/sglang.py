@@ -182,7 +182,7 @@ class SGLangRoutes:
         meta: dict[str, Any] = {"id": prompt.id, **counts, "weight_version": str(version), "finish_reason": None}
         if not body.return_logprob:
             return meta
-        entries = Entries(self._generation.text.token if body.return_text_in_logprobs else lambda _: None)
+        entries = LogprobLists(self._generation.text.token if body.return_text_in_logprobs else lambda _: None)
         meta["output_token_logprobs"] = [entry for each in so_far for entry in entries.own(each)]
         meta["output_token_logprobs_length"] = tokens
         if body.top_logprobs_num:
@@ -222,7 +222,7 @@ class SGLangRoutes:
         return {"text": "".join(chunk.text for chunk in so_far), "output_ids": ids, "meta_info": meta, "index": index}
 
 
-class Entries(msgspec.Struct, frozen=True):
+class LogprobLists(msgspec.Struct, frozen=True):
     """Lists log-probs as SGLang does: [log-prob, id, text]. text: of a token, None = without."""
 
     text: Callable[[int], str | None]

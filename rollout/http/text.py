@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.client.token_text import REPLACEMENT, Part, TokenText, cut, visible
+from rollout.client.token_text import REPLACEMENT, TextPiece, TokenText, cut, visible
 from rollout.engine.types import Sample, TokenChunk
 
 
@@ -37,7 +37,7 @@ class Text:
         """Return the text of ids, special tokens included."""
         return self.texts.text(ids)
 
-    def parts(self, sample: Sample, keep_stop: bool | None = None) -> list[Part]:
+    def parts(self, sample: Sample, keep_stop: bool | None = None) -> list[TextPiece]:
         """Return the text of a sample. Without `keep_stop` it ends before the stop string or the token that ended it, as in the
         APIs."""
         if not keep_stop and ended_by_token(sample):
@@ -72,7 +72,7 @@ def ended_by_token(sample: Sample) -> bool:
     return sample.finish_reason == "stop" and sample.stopped_by is None and len(sample.token_ids) > 0
 
 
-def characters(parts: Sequence[Part]) -> int:
+def characters(parts: Sequence[TextPiece]) -> int:
     """Count the characters of parts, special tokens included."""
     return sum(len(part.text) for part in parts)
 
@@ -116,7 +116,7 @@ class TextDecoder:
         self._text, self._options = text, options
         self._stream = text.texts.stream()
         self._marks = (*stop, options.marker) if options.marker else stop
-        self._held: list[Part] = []
+        self._held: list[TextPiece] = []
         self._sent = 0
         """characters"""
         self._marked = False
@@ -142,12 +142,12 @@ class TextDecoder:
         return self._text.of(sample, self._options.skip_special, self._options.keep_stop)[self._sent :]
 
 
-def between(parts: Sequence[Part], start: int, end: int) -> list[Part]:
+def between(parts: Sequence[TextPiece], start: int, end: int) -> list[TextPiece]:
     """Return the characters `start` to `end` of parts."""
     return cut(after(parts, start), end - start)
 
 
-def after(parts: Sequence[Part], length: int) -> list[Part]:
+def after(parts: Sequence[TextPiece], length: int) -> list[TextPiece]:
     """Return parts without their first `length` characters."""
     left = []
     for part in parts:

@@ -3,7 +3,7 @@
     <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>                            JSON (Hermes, Qwen 2.5 and 3)
     <tool_call><function=f><parameter=x>1</parameter></function></tool_call>               XML (Qwen 3.5, Nemotron 3)
 
-Whatever is not a call in one of them stays text, and so does a call that the model only thinks about.
+All other text stays text, and so does a call that the model only thinks about.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Schema = Mapping[str, Any]
 
 
 class Call(NamedTuple):
-    """A call, and where it stands in the text."""
+    """A call, and its place in the text."""
 
     start: int
     end: int
@@ -161,7 +161,7 @@ def typed(text: str, types: set[str]) -> Any:
     if not types - {"string"}:
         return text
     try:
-        value = PYTHON[text.strip()] if text.strip() in PYTHON else JSON.decode(text)
+        value: Any = PYTHON[text.strip()] if text.strip() in PYTHON else JSON.decode(text)
     except (ValueError, RecursionError):
         return text
     kind = type_of(value)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tests.integrations.their_sources import FOLDER, sglang_types, vllm_types
+from tests.support.their_sources import FOLDER, sglang_types, vllm_types
 
 pytestmark = pytest.mark.integrations
 

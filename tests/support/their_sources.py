@@ -1,6 +1,6 @@
 """The sources of vLLM's and SGLang's response types, out of their wheels, without what they depend on.
 
-    python -m tests.integrations.their_sources FOLDER       # downloads 380 MB, keeps 1 MB
+    python -m tests.support.their_sources FOLDER       # downloads 380 MB, keeps 1 MB
 
 vLLM's modules import an inference engine, so the classes of its responses are copied as they stand into a module of their own.
 SGLang's are a module that imports nothing of its package.
