@@ -371,11 +371,12 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
         generation = GenerationService(upstream, text, None, Settings(limits=limits(max_waiting_chunks=20)))  # type: ignore[arg-type]
         group = generation.group([5], Sampling(max_tokens=3000, stream_every=1), ())
         got = []
-        async for chunk in generation.stream(Request({"type": "http"}), [group]):
-            if not got:
-                await asyncio.to_thread(until, lambda: not engine.groups)
-                await asyncio.sleep(0)
-            got.append(chunk)
+        with generation.arrival(()) as arrival:
+            async for chunk in generation.stream(Request({"type": "http"}), arrival, [group]):
+                if not got:
+                    await asyncio.to_thread(until, lambda: not engine.groups)
+                    await asyncio.sleep(0)
+                got.append(chunk)
         upstream.close()
         return got
 
