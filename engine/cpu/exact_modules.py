@@ -35,6 +35,7 @@ from rollout.engine.cpu.products import DTYPES, Products, products_of
 from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
 from rollout.engine.forward.routes import is_experts, norms_after
+from rollout.engine.forward.shaped import shaped
 from rollout.engine.forward.summed import Summed, summed_of
 
 MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
@@ -92,7 +93,7 @@ def _product(
     else:
         assert products.sums is not None, "use_products refuses"
         out = products.sums.linear(rows, weight, bias, summed)
-    return out.view(*x.shape[:-1], len(weight))
+    return shaped(out, *x.shape[:-1], len(weight))
 
 
 class _Product(torch.autograd.Function):
@@ -128,7 +129,7 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return products.silu(x)
+        return shaped(products.silu(x), *x.shape)
 
     @staticmethod
     @once_differentiable
@@ -251,7 +252,7 @@ class _Heads(torch.autograd.Function):
             return torch.stack([products.linear(each, matrix, None) for each, matrix in zip(x, matrices, strict=True)])
         routes = as_routes(heads, rows)
         out = products.experts.grouped(x.reshape(-1, inputs), weight, None, routes, gather=False, by_input=by_input)
-        return out.view(heads, rows, -1)
+        return shaped(out, heads, rows, out.shape[-1])
 
     @staticmethod
     @once_differentiable

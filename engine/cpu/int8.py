@@ -22,6 +22,7 @@ from rollout.engine.cpu.backward import product
 from rollout.engine.cpu.build import check_layout
 from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.kernels import Kernels, Linear
+from rollout.engine.forward.shaped import shaped
 
 GROUP = 64
 """inputs that share a scale"""
@@ -154,7 +155,7 @@ def int8_product(
     if codes is None:
         codes = torch.empty(kernels.nbytes(weight), dtype=torch.uint8)
         kernels.encode(weight.contiguous(), codes, 0, len(weight))
-    return kernels.linear(x.reshape(-1, x.shape[-1]), codes, weight, bias).view(*x.shape[:-1], len(weight))
+    return shaped(kernels.linear(x.reshape(-1, x.shape[-1]), codes, weight, bias), *x.shape[:-1], len(weight))
 
 
 class _Int8Product(torch.autograd.Function):

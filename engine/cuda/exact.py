@@ -24,6 +24,7 @@ from rollout.engine.cuda.norms import agree, candidates
 from rollout.engine.cuda.proofs import Linear
 from rollout.engine.cuda.reduce import joined, rows_at_once
 from rollout.engine.forward.routes import is_experts
+from rollout.engine.forward.shaped import shaped
 from rollout.engine.forward.summed import Summed, summed_of
 
 ARITHMETIC = "exact/1"
@@ -164,7 +165,7 @@ class _Mean(torch.autograd.Function):
         exact_kernels.row_means[(len(rows),)](
             rows, out, size, WIDTH=power_of_two(size), num_warps=8 if size > 1024 else 4, enable_fp_fusion=False
         )
-        return out.to(x.dtype).view(*x.shape[:-1], 1)
+        return shaped(out.to(x.dtype), *x.shape[:-1], 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        return (multiply or product)(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        return shaped((multiply or product)(x.reshape(-1, x.shape[-1]), weight, bias), *x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -207,7 +208,7 @@ class _Norm(torch.autograd.Function):
             rows, rows, weight, out, size, eps, ADD=False, WIDTH=power_of_two(size), num_warps=8 if size > 1024 else 4,
             enable_fp_fusion=False,
         )  # fmt: skip
-        return out.view(x.shape)
+        return shaped(out, *x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

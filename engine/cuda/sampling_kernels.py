@@ -215,7 +215,7 @@ def draw_kernel(
     end = tl.where(finite, vocabulary, 0)  # rows that are not finite are skipped
     least = tl.full((), 0.0, tl.float32)
     if CUT:
-        bits = tl.full((), 1, tl.int32)  # the smallest positive number: keeps all weights
+        bits = tl.full((), 0, tl.int32)  # keeps all tokens, also those whose weight underflows
         if temperature > 0:
             bits = least_kept(asked + 4 * mine + i, mine, row, end, forbidden, first, last, top, scale, bits, N)
         least = bits.to(tl.float32, bitcast=True)

@@ -15,6 +15,7 @@ padded rows, packed rows or trees (`rollout.exact.layout`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -28,10 +29,19 @@ from rollout.engine.cpu.backward import fast_in_bf16
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.latent import OURS, latent_heads_of
 from rollout.engine.forward.reference import ReferenceAttention
+from rollout.engine.forward.shaped import shaped
 from rollout.engine.kv.pages import KVGeometry
 from rollout.exact.layout import BatchLayout, rows_of
 from rollout.exact.on_device import DeviceAttention
 from rollout.exact.recurrence import ROWS
+
+TEXT = frozenset(
+    ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position", "labels",
+     "shift_labels", "num_items_in_batch", "logits_to_keep", "per_layer_inputs", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+)  # fmt: skip
+"""arguments of a forward of text that may be tensors"""
+KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""0 for a token of text"""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, Scores], torch.Tensor]
 """signature of `rollout.engine.forward.attention.Backend.attend`"""
@@ -96,6 +106,8 @@ def use_exact_attention(
         position_ids     none: positions count from each sequence's first token, with any padding; or [B, L]: a new sequence
                          begins wherever they restart at 0
 
+    and with text alone: ValueError names any other tensor, such as `pixel_values`.
+
     On a GPU it uses the service's Triton kernels; threads and isa apply to the CPU. Returns a function that restores the model.
     Raises NativeUnavailable if the kernel cannot be built, TritonUnavailable without Triton, ValueError for another device."""
     before = model.config._attn_implementation
@@ -113,13 +125,51 @@ def _attending(model: Any, name: str, block_size: int, before: str) -> Callable[
     model."""
     model.set_attn_implementation(name)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT calls that one
-    hook = inner.base_model.register_forward_pre_hook(PassLayout(block_size), with_kwargs=True)
+    hooks = [inner.base_model.register_forward_pre_hook(PassLayout(block_size), with_kwargs=True)]
+    if inner.base_model is not inner:  # whose forward may call a tower itself
+        hooks.append(inner.register_forward_pre_hook(_refuse_all_but_text, with_kwargs=True))
 
     def undo() -> None:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         model.set_attn_implementation(before)
 
     return undo
+
+
+def _refuse_all_but_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError naming an argument that is not of text, such as pictures: our attention is causal, and has one position
+    a token."""
+    given = kwargs if len(args) < 2 else {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    for name, value in given.items():
+        if name in TEXT or not _holds_tensors(value):
+            continue
+        if name in KINDS_OF_TOKENS and not value.any():
+            continue
+        raise ValueError(
+            f"{type(module).__name__} was called with {name}: an exact model computes text alone, as the service does. Leave "
+            f"{name} out, or call remove() of what use_exact returned first"
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, or a container or an output with one in it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensors, value)))
+
+
+def _one_position(position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Return position ids [B, L], given these or [axes, B, L] as of models for pictures. Raises ValueError where the axes
+    differ."""
+    if position_ids is None or position_ids.ndim < 3:
+        return position_ids
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise ValueError(
+            f"position_ids {tuple(position_ids.shape)} differ between their axes, as positions in a picture do: an exact model "
+            "computes text alone"
+        )
+    return position_ids[0]
 
 
 class PassLayout:
@@ -129,12 +179,14 @@ class PassLayout:
         self.block_size = block_size
 
     def __call__(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for `inner`, the model without its head. Raises ValueError for a cache."""
+        """Return the arguments for `inner`, the model without its head. Raises ValueError for a cache, and for pictures."""
+        _refuse_all_but_text(inner, args, kwargs)
         given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         batch, length = (args[0] if given is None else given).shape[:2]
         if kwargs.get("past_key_values") is not None:
             raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
-        rows = rows_of((batch, length), kwargs.get("attention_mask"), kwargs.get("position_ids"), self.block_size)
+        positions = _one_position(kwargs.get("position_ids"))
+        rows = rows_of((batch, length), kwargs.get("attention_mask"), positions, self.block_size)
         depth = rows.on(inner.device).depth
         return args, {**kwargs, "position_ids": depth, "attention_mask": None, ROWS: rows}
 
@@ -173,7 +225,7 @@ class _Attention(torch.autograd.Function):
         pool = SimpleNamespace(data=data, block_size=rows.block_size, geometry=geometry)
         out = query.new_zeros(b * length, q_heads, width)
         out[tokens] = attend(0, q, k, v, rows.batch, pool, scores._replace(sinks=sinks))
-        return out.view(b, length, q_heads, width)
+        return shaped(out, b, length, q_heads, width)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from torch.nn.functional import silu
 from rollout.engine.cuda.fused import HEAD_NORMS, SILU_WIDTH, TOLERANCE, NotFused, look_at
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.forward.recurrence import names_in_forward, with_globals
+from rollout.engine.forward.shaped import shaped
 
 ROTARY = "apply_rotary_pos_emb"
 """transformers' function of q, k, cos and sin, [B, heads, L, D] and [B, L, D], as modeling files of Llama's kind have it"""
@@ -104,8 +105,8 @@ def rotated(
     weights = [None if norm is None else norm.weight for norm in norms]
     eps = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
     apply: Any = _Rotated.apply
-    made: tuple[torch.Tensor, torch.Tensor] = apply(query, key, *weights, cos, sin, eps, block_size)
-    return made
+    turned, stored = apply(query, key, *weights, cos, sin, eps, block_size)
+    return turned.transpose(1, 2), stored.transpose(1, 2)
 
 
 class _Rotated(torch.autograd.Function):
@@ -121,7 +122,8 @@ class _Rotated(torch.autograd.Function):
         eps: list[float],
         block: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `rope_store` with the constants of the service, over a pool of this batch's K, and without V."""
+        """Run `rope_store` with the constants of the service, over a pool of this batch's K, and without V. Returns q and k
+        with tokens before heads."""
         from rollout.engine.cuda import fused_kernels
 
         ctx.save_for_backward(query, key, q_weight, k_weight, cos, sin)
@@ -141,12 +143,13 @@ class _Rotated(torch.autograd.Function):
             BLOCK=block, NORM=q_weight is not None, FP8=False, enable_fp_fusion=False,
         )  # fmt: skip
         stored = pool.transpose(1, 2).reshape(-1, heads, dim)[:tokens]
-        return out.view(b, length, q_heads, dim).transpose(1, 2), stored.view(b, length, heads, dim).transpose(1, 2)
+        return shaped(out, b, length, q_heads, dim), shaped(stored, b, length, heads, dim)
 
     @staticmethod
     def backward(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[Any, ...]:
         query, key, q_weight, k_weight, cos, sin = ctx.saved_tensors
         turns = cos[:, None], sin[:, None]
+        of_query, of_key = of_query.transpose(1, 2), of_key.transpose(1, 2)
         found = [
             _gradients(partial(_plain_rotation, cos=turns[0], sin=turns[1], eps=eps), (x, weight), grad)
             for x, weight, eps, grad in ((query, q_weight, ctx.eps[0], of_query), (key, k_weight, ctx.eps[1], of_key))
@@ -189,7 +192,7 @@ class _SiluMul(torch.autograd.Function):
         out = both.new_empty(len(both), inner)
         grid = len(both), -(-inner // SILU_WIDTH)
         fused_kernels.silu_mul[grid](both, out, inner, WIDTH=SILU_WIDTH, enable_fp_fusion=False)
-        return out.view(gate.shape)
+        return shaped(out, *gate.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

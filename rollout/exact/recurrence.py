@@ -20,6 +20,7 @@ from torch import nn
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.forward.recurrence import CONV, OF_TOKENS, SCANS, TokenMixers, names_in_forward, rebind, run_kernel
+from rollout.engine.forward.shaped import shaped
 from rollout.engine.kv.states import StateRows
 from rollout.exact.layout import BatchLayout
 
@@ -76,7 +77,9 @@ def exact(kernels: TokenMixers, name: str, original: Any) -> Any:
         others = {key: value for key, value in given.items() if key not in tensors}
         apply: Any = _Mixed.apply
         out = apply((kernels, name, original, layout, tuple(tensors), others), *tensors.values())
-        return out if name == CONV or not SCANS[name].always_pairs else (out, None)
+        if name == CONV:
+            return out.transpose(1, 2)
+        return (out, None) if SCANS[name].always_pairs else out
 
     return function
 
@@ -84,7 +87,7 @@ def exact(kernels: TokenMixers, name: str, original: Any) -> Any:
 class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, what: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-        """what: kernels, name, the module's function, the layout, names of the tensors, other arguments."""
+        """Return [B, L, …]. what: kernels, name, the module's function, the layout, names of the tensors, other arguments."""
         kernels, name, _, layout, keys, others = what
         ctx.what = what
         ctx.save_for_backward(*tensors)
@@ -99,15 +102,14 @@ class _Mixed(torch.autograd.Function):
         batch, length = layout.shape
         result = flat.new_zeros(batch * length, *flat.shape[1:])
         result[at] = flat
-        result = result.view(batch, length, *flat.shape[1:])
-        return result.transpose(1, 2) if name == CONV else result
+        return shaped(result, batch, length, *flat.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         _, name, original, layout, keys, others = ctx.what
         given = dict(zip(keys, ctx.saved_tensors, strict=True))
         grads = {key: torch.zeros_like(value) for key, value in given.items()}
-        flat_grad = (grad.transpose(1, 2) if name == CONV else grad).flatten(0, 1)
+        flat_grad = grad.flatten(0, 1)
         if layout.shares_tokens:  # each path has them: their own part of the gradient is that of the path that they end
             raise NotImplementedError("a tree of sequences has no gradient through recurrent layers: give each sequence a row")
         for path in layout.paths:

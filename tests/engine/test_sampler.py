@@ -18,7 +18,7 @@ from rollout.engine.forward import sampling as sampler
 from rollout.engine.forward.sampling import SamplingBatch, uniform
 from rollout.engine.scheduling.plan import SampledTokens
 from rollout.engine.types import Sampling
-from tests.support.draws import CUTS, batch
+from tests.support.draws import CUTS, batch, far_draws, far_logits
 from tests.support.isas import best_first
 
 sample = partial(sampler.sample, kernel=choose().kernels)
@@ -383,3 +383,20 @@ def test_native_cuts_whatever_the_threads(threads: int) -> None:
             assert got.tokens.tobytes() == want.tokens.tobytes() and got.logprobs.tobytes() == want.logprobs.tobytes()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 4096])
+def test_an_allowed_token_has_a_finite_log_prob(
+    vocabulary: int, both: Callable[..., tuple[SampledTokens, SampledTokens]]
+) -> None:
+    """However unlikely: its weight may underflow. Only what truncation or a forbidden id takes away has none."""
+    asked, allowed = far_draws(vocabulary)
+    for drawn in both(far_logits(vocabulary), asked):
+        assert np.isfinite(drawn.logprobs).tolist() == allowed and drawn.logprobs[np.array(allowed)].max() < -104
+        assert drawn.top is not None
+        for i, ids in enumerate(drawn.top.ids.tolist()):
+            forbidden = dict(asked.forbidden).get(i, [])
+            left = [token for token in range(vocabulary) if token not in forbidden]
+            want = left[:20] if asked.top_k[i] != 2 and asked.min_p[i] == 0 and asked.top_p[i] == 1 else left[: ids.index(-1)]
+            assert ids == want + [-1] * (20 - len(want))
+            assert np.isfinite(drawn.top.logprobs[i, : len(want)]).all()

@@ -19,7 +19,7 @@ from rollout.engine.forward.adjust import NOT_ALLOWED  # noqa: E402
 from rollout.engine.forward.sampling import SamplingBatch  # noqa: E402
 from rollout.engine.scheduling.plan import SampledTokens  # noqa: E402
 from rollout.engine.types import Sampling  # noqa: E402
-from tests.support.draws import CUTS, batch  # noqa: E402
+from tests.support.draws import CUTS, batch, far_draws, far_logits  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARY = 300
@@ -202,3 +202,13 @@ def test_given_tokens() -> None:
 def test_where_every_token_is_forbidden() -> None:
     asked = replace(batch([Sampling(top_k=3)] * 3), forbidden=[(1, list(range(VOCABULARY)))])
     assert by_triton(torch.randn(3, VOCABULARY), asked).finite.tolist() == [True, False, True]
+
+
+def test_an_allowed_token_has_a_finite_log_prob() -> None:
+    """However unlikely: its weight may underflow."""
+    asked, allowed = far_draws(FEW)
+    logits = far_logits(FEW)
+    got, want = by_triton(logits, asked), sampler._sample_torch(logits, asked)
+    assert np.isfinite(got.logprobs).tolist() == allowed and got.top is not None and want.top is not None
+    np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-6)
+    np.testing.assert_array_equal(got.top.ids, want.top.ids)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.exact_modules import ExactLinear
+from rollout.engine.cpu.exact_modules import ExactLinear, exact_heads, use_products
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.products import products_of, sensitive
 from rollout.engine.types import Sample
@@ -190,14 +190,59 @@ def test_the_gradient_is_the_plain_one(name: str, way: Any, isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_forward_that_modifies_products_in_place_has_gradients(dtype: torch.dtype) -> None:
+    """Gemma 3n's does. The log-probs are those without gradients."""
+    model = build("gemma3n_text", dtype)
+    pair = [(np.arange(5, 20), np.arange(30, 40))]
+    plain = copy.deepcopy(model)
+    use_exact(model)
+    with torch.no_grad():
+        want = sample_logprobs(model, pair)[0]
+    got = sample_logprobs(model, pair)[0]
+    got.sum().backward()
+    assert torch.equal(got, want)
+    ids = torch.from_numpy(np.concatenate(pair[0]))[None]
+    plain(input_ids=ids, use_cache=False).logits[0, 14:-1].float().log_softmax(-1).gather(1, ids[0, 15:, None]).sum().backward()
+    theirs, ours = (torch.cat([each.grad.flatten().float() for each in one.parameters()]) for one in (plain, model))
+    assert ours.isfinite().all()
+    assert dtype == torch.bfloat16 or (theirs - ours).norm() < 1e-4 * theirs.norm()  # top-k of activations: bf16 differs
+
+
+def test_no_autograd_function_returns_a_view() -> None:
+    """Any of their results may be modified in place."""
+    x, kinds = torch.randn(2, 5, 16, requires_grad=True), [nn.Linear(16, 16), nn.SiLU()]
+    for each in kinds:
+        made = nn.ModuleList([each])
+        use_products(made, "torch")
+        out = made[0](x)
+        out += 1
+        out.sum().backward()
+    heads = exact_heads("torch", torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 6, 8), False)
+    heads += 1
+    viewed = _Viewed.apply(x)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        viewed += 1
+
+
+class _Viewed(torch.autograd.Function):
+    """The negative control."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1).clone().view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_s_gradient_is_torch_s(dtype: torch.dtype, bias: bool, isa: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(64, 48, bias=bias, dtype=dtype)
     ours = copy.deepcopy(plain)
     use = copy.deepcopy(nn.ModuleList([ours]))
-    from rollout.engine.cpu.exact_modules import use_products
-
     use_products(use, isa)
     gradients = []
     for linear in (plain, use[0]):

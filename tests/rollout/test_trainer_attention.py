@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group, Sample, Sampling
-from rollout.exact.attention import trainer_attention
+from rollout.exact import use_exact
+from rollout.exact.attention import _refuse_all_but_text, trainer_attention
+from tests.support.pictures import CONFIGS, PICTURE, composite, with_picture
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 from tests.support.toy import group, run
 
@@ -110,3 +113,48 @@ def test_smollm2_in_bf16(smollm2: Path) -> None:
     use_products(learner, choose().isa)
     for sample in samples.values():
         assert np.abs(sample.logprobs - plain_logprobs(learner, prompt, sample)).max() == 0
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_pictures_are_refused_by_name(kind: str) -> None:
+    """An exact model computes text; of the same model without our attention, the picture changes the logits."""
+    model, given = composite(kind), with_picture(kind)
+    ids = given["input_ids"]
+    text = ids.where(ids != PICTURE, 3)
+    with torch.no_grad():
+        plain, of_text = (model(**each, use_cache=False).logits for each in (given, {"input_ids": text}))
+        exact = use_exact(model)
+        for call in (model, model.base_model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+            with pytest.raises(ValueError, match=r"called with pixel_values: an exact model computes text alone"):
+                call(**given, use_cache=False)
+        kinds = torch.zeros_like(ids)
+        torch.testing.assert_close(model(input_ids=text, token_type_ids=kinds, use_cache=False).logits, of_text)
+        with pytest.raises(ValueError, match="called with mm_token_type_ids"):
+            model(input_ids=text, mm_token_type_ids=(ids == PICTURE).long(), use_cache=False)
+        exact.remove()
+        assert torch.equal(model(**given, use_cache=False).logits, plain) and not torch.allclose(plain, of_text, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mm_encoder_outputs": {"image": torch.zeros(1, 4)}},
+        {"pixel_values_videos": torch.zeros(1, 3)},
+        {"input_features": [torch.zeros(1, 3)]},
+        {"encoder_hidden_states": (torch.zeros(1, 3),)},
+    ],
+)
+def test_no_other_tensor_is_dropped(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"called with {next(iter(given))}"):
+        _refuse_all_but_text(torch.nn.Linear(1, 1), (torch.zeros(1, 2),), given)
+
+
+def test_positions_of_three_axes() -> None:
+    """Equal ones are those of text; others are refused, since the attention has one a token."""
+    model, ids = composite("qwen2_5_vl"), torch.arange(5, 17)[None]
+    three = torch.arange(12).expand(3, 1, 12)
+    use_exact(model)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids, position_ids=three, use_cache=False).logits, model(input_ids=ids).logits)
+        with pytest.raises(ValueError, match="differ between their axes"):
+            model(input_ids=ids, position_ids=three * torch.tensor([1, 2, 1])[:, None, None], use_cache=False)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
+import torch
 
 from rollout.engine.forward.sampling import SamplingBatch, uniform
 from rollout.engine.types import Sampling
@@ -37,3 +41,19 @@ CUTS = [
     Sampling(),
     Sampling(temperature=0.0),
 ]
+
+
+def far_logits(vocabulary: int) -> torch.Tensor:
+    """Logits [9, V] that fall by 60 from a token to the next: the weights of most underflow."""
+    return (-60.0 * torch.arange(vocabulary)).expand(9, -1).contiguous()
+
+
+def far_draws(vocabulary: int) -> tuple[SamplingBatch, list[bool]]:
+    """Return nine draws that are given a token whose weight underflows, and whether each may be sampled. A top_k that reaches
+    weights of 0 keeps all of them, since they are equal."""
+    kinds = [Sampling(), Sampling(top_k=vocabulary), Sampling(top_k=vocabulary - 1), Sampling(top_k=8), Sampling(), Sampling()]
+    kinds += [Sampling(top_k=2), Sampling(min_p=1e-30), Sampling(top_p=0.999999)]
+    kinds = [msgspec.structs.replace(kind, seed=i, top_logprobs=20) for i, kind in enumerate(kinds)]
+    token = vocabulary - 2
+    asked = replace(batch(kinds), uniform=np.full(9, -1.0 - token), forbidden=[(4, [2, 7]), (5, [token])])
+    return asked, [True, True, True, True, True, False, False, False, False]

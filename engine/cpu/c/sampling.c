@@ -225,7 +225,7 @@ static float cut(const Draw *d, int64_t i, Logits *l, float *w, float *x) {
     for (int64_t j = 0; j < n; j += VL) best = max_(best, load(x + j));
     const float top = lane_max(best);
     for (int64_t j = 0; j < n; j += VL) store(w + j, exp_(load(x + j) - all(top)));
-    float least = 1e-45f; /* the smallest number: keeps all tokens with a weight */
+    float least = 0; /* keeps all tokens, also those whose weight underflows */
     if (d->temperature[i] > 0) {
         if (k > 0 && reaching(w, n, least, 1) > (double)k) least = edge(w, n, least, (double)k, 1, x);
         if (d->min_p[i] > least) least = d->min_p[i];
@@ -233,6 +233,7 @@ static float cut(const Draw *d, int64_t i, Logits *l, float *w, float *x) {
     }
     for (int64_t j = 0; j < n; j += VL)
         store(x + j, choose(at_least(load(w + j), all(least)), scaled(l, j, plain), all(-INFINITY)));
+    for (int64_t f = d->first[i]; f < d->first[i + 1]; f++) x[d->forbidden[f]] = -INFINITY; /* their weight, 0, may be enough */
     *l = (Logits){(const char *)x, 0, l->lanes, l->n, 1};
     return top;
 }
