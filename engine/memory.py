@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import psutil
 import torch
-from torch import nn
 
 Map = TypeVar("Map", bound=mmap.mmap)
 ALIGNMENT = 64
@@ -129,8 +128,8 @@ class DeviceMemory(Protocol):
     def host_rows(self, rows: int, row_bytes: int) -> HostRows:
         """Allocate the host memory of a pool, filled with zeros, pinned unless `is_host`. Raises OSError."""
 
-    def own(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move parameters that were loaded into mapped files to writable memory, if the device's memory is host memory."""
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move tensors that were loaded into mapped files to writable memory, if the device's memory is host memory."""
 
 
 class HostMemory:
@@ -166,8 +165,8 @@ class HostMemory:
     def host_rows(self, rows: int, row_bytes: int) -> HostRows:
         return HostRows(anonymous(rows * row_bytes), lambda: rows)
 
-    def own(self, parameters: Iterable[nn.Parameter]) -> None:
-        own_parameters(parameters)
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        own_tensors(tensors)
 
 
 def without_hashes(memory: DeviceMemory) -> DeviceMemory:
@@ -249,14 +248,14 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def own_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """Move CPU parameters into one buffer. transformers leaves them mapped to the file that they were loaded from: the first
-    refresh would copy page after page before it writes, and under memory pressure pages would be dropped and read from the file
-    again."""
-    parameters = [parameter for parameter in parameters if parameter.nbytes]  # a module lists tied ones once
-    starts, size = side_by_side(parameters)
+def own_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Move CPU tensors, each given once, into one buffer. transformers leaves them mapped to the file that they were loaded
+    from: whoever writes or cuts that file would change the live weights or end the process, the first refresh would copy page
+    after page before it writes, and under memory pressure pages would be dropped and read from the file again."""
+    tensors = [tensor for tensor in tensors if tensor.nbytes]
+    starts, size = side_by_side(tensors)
     if not size:
         return
     memory = host_buffer(size, pin=False)
-    for parameter, start in zip(parameters, starts, strict=True):
-        parameter.data = placed(memory, start, parameter).copy_(parameter.data)
+    for tensor, start in zip(tensors, starts, strict=True):
+        tensor.data = placed(memory, start, tensor).copy_(tensor.data)

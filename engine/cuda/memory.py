@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rollout.engine.cuda.pinning import pinned_rows
 from rollout.engine.cuda.regions import Driver, MappedRegion
@@ -70,7 +69,7 @@ class CudaMemory:
         device = torch.cuda.current_device() if self.device.index is None else self.device.index
         return pinned_rows(rows, row_bytes, at_once, partial(torch.cuda.set_device, device))
 
-    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
 
 

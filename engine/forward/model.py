@@ -5,40 +5,29 @@ Parameter names are those of the trainer's model. The device decides what runs t
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedModel
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace, NoCall
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.latent import use_latent_kv
-from rollout.engine.forward.random_weights import load_module
+from rollout.engine.forward.load import BrokenModel, end_tokens, in_one_line, load_model
 from rollout.engine.forward.recurrence import Recurrence
-from rollout.engine.forward.shapes import is_random
 from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.weights.offload import OffloadedModel
 
-log = logging.getLogger(__name__)
+__all__ = ["BrokenModel", "Model", "UnsupportedModel", "load_model", "open_model"]
 
 
 class UnsupportedModel(ValueError):
     """Paged attention does not support something that the model needs; the message names the model and the feature."""
-
-
-class BrokenModel(ValueError):
-    """A model folder cannot be loaded; the message names the folder and the reason."""
 
 
 class NativeLayers(Protocol):
@@ -92,95 +81,6 @@ def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
         use_latent_kv(module)
     streamed = None if offload is None else OffloadedModel(module, config.model, offload, memory)
     return Model(module, config.model, streamed)
-
-
-def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> PreTrainedModel:
-    """Load a model from a local folder. Raises BrokenModel.
-
-    Args:
-        memory: where to move it; None: it stays in the mapped pages of its files.
-    """
-    _look_at_config(folder)
-    try:
-        with _reports_held_back():
-            model, report = (load_module(folder, dtype=dtype), None) if is_random(folder) else _read(folder, dtype)
-    except Exception as error:  # a dozen unrelated types, all for invalid models
-        raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
-    if report is not None:
-        _look_at_report(folder, report)
-    if memory is None:
-        return model
-    memory.own(model.parameters())
-    try:
-        return model.to(memory.device)
-    except (RuntimeError, ValueError) as error:  # out of memory, or quantised weights that cannot move
-        raise BrokenModel(f"model folder {folder!r} cannot be moved to {memory.device}: {in_one_line(error)}") from error
-
-
-def _read(folder: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model and transformers' report of weights that do not fit it."""
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        local_files_only=True,
-        trust_remote_code=False,  # True runs the folder's code, None asks on standard input
-        ignore_mismatched_sizes=True,  # rejected below, by name
-        output_loading_info=True,
-    )
-    return loaded
-
-
-def _look_at_config(folder: str) -> None:
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise BrokenModel(f"model folder {folder!r} has no config.json; pass a folder written by save_pretrained")
-    try:
-        config = json.loads(file.read_text())
-        kind = config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise BrokenModel(f"{str(file)!r} is not a model's configuration: {in_one_line(error)}") from error
-    if config.get("auto_map") and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise BrokenModel(
-            f"model folder {folder!r} has its own code for model type {kind!r} (auto_map in config.json), which is never run; "
-            f"if the weights fit a model_type of transformers {transformers.__version__}, set that one"
-        )
-
-
-def _look_at_report(folder: str, report: dict[str, Any]) -> None:
-    """Raise BrokenModel if weights are missing or unexpected: transformers would fill missing ones with random numbers. Ties,
-    and weights that a model class ignores, are not in its report."""
-    kinds = ("missing", "unexpected", "mismatched")
-    found = {kind: sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[f"{kind}_keys"]) for kind in kinds}
-    if wrong := [f"{len(names)} {kind} ({_few(names)})" for kind, names in found.items() if names]:
-        raise BrokenModel(
-            f"model folder {folder!r}: its weights do not match its config.json: {', '.join(wrong)}; "
-            "save the model again with save_pretrained"
-        )
-
-
-def _few(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-@contextmanager
-def _reports_held_back() -> Iterator[None]:
-    """Silence two log messages of transformers: a table of invalid weights, which the error that follows reports, and then a
-    warning about layers that tensor parallelism would not split."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "distributed.tensor_parallel")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def in_one_line(error: Exception) -> str:
-    """Return the type of an error and the beginning of its message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def module_of(model: ModelLike) -> torch.nn.Module | None:
@@ -241,7 +141,7 @@ class Model:
         self.heads: Sequence[tuple[int, int, int, int]] = [
             (each["q_heads"], each["kv_heads"], each["head_dim"], each["value_dim"]) for each in asked.values()
         ]
-        self.eos_token_ids = _eos(module)
+        self.eos_token_ids = end_tokens(module, self.vocab_size, name)
         self.decoder: NativeLayers | None = None
         """runs the layers; None: the module does"""
 
@@ -422,11 +322,3 @@ def _sizes(module: PreTrainedModel, config: Any, name: str) -> tuple[int, int]:
     if not isinstance(context, int) or context < 2:
         raise UnsupportedModel(f"{name} ({config.model_type}): max_position_embeddings is {context!r}, not a number of tokens")
     return vocabulary, context
-
-
-def _eos(module: PreTrainedModel) -> frozenset[int]:
-    generation = getattr(module, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = module.config.get_text_config().eos_token_id
-    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)

@@ -1,34 +1,30 @@
-"""Reads parts of tensors from a folder's safetensors: only the bytes that a rank needs.
+"""Reads tensors of a folder's safetensors: what is saved there, and parts of it, only the bytes that a rank needs.
 
 Files may have other names than the module, and a tensor of each expert where the module has one of all. `from_pretrained`
-renames and stacks them by rules; here the rules are applied to names alone, and `Stacked` reads a part of what they make."""
+renames and stacks them by rules (`rollout.engine.weights.published`); here the rules are applied to names alone, and `Stacked`
+reads a part of what they make."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
 
+from rollout.engine.paths import INDEX, SINGLE, checkpoint_of
 from rollout.engine.weights.cuts import Part
 from rollout.engine.weights.layer_cuts import tensors_of
+from rollout.engine.weights.published import PublishedNames
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""dtypes from which a float tensor is read as it is: others are codes, without the scales that belong to them"""
 
 
 class Stacked:
@@ -59,22 +55,69 @@ class Stacked:
         return torch.cat(found, 1)
 
 
+class Saved(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    slice: Any
+    """of safetensors"""
+    read: Callable[[], torch.Tensor]
+    """returns all of it, mapped while the file is open"""
+
+    @property
+    def dtype(self) -> str:
+        """Return its dtype as safetensors name it, such as "BF16"."""
+        return str(self.slice.get_dtype())
+
+    @property
+    def is_codes(self) -> bool:
+        """Return whether it has another dtype than those of FLOATS."""
+        return self.dtype not in FLOATS
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return its dtype, of those in FLOATS."""
+        return FLOATS[self.dtype]
+
+
 class Source(NamedTuple):
     """Where a tensor of a module is: names in files, one list for each of what is one behind the other."""
 
     names: list[list[str]]
     stacked: bool
+    """False: it is one tensor"""
+    readable: bool = True
+    """False: its rule does something else than to rename and to stack"""
+
+
+class SavedTensors:
+    """The tensors of a folder, while its files are open. Raises ValueError for a folder that has none or contradicts itself."""
+
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
+        checkpoint = checkpoint_of(folder)
+        if checkpoint is None:
+            raise ValueError(
+                f"model folder {str(folder)!r} has neither {INDEX} nor {SINGLE}: save the model with save_pretrained"
+            )
+        handles = {file: opened.enter_context(safe_open(file, framework="pt")) for file in checkpoint.files}
+        checkpoint.check((file.name, name) for file, handle in handles.items() for name in handle.keys())  # noqa: SIM118
+        self.by_name = {
+            name: Saved(file, handle.get_slice(name), partial(handle.get_tensor, name))
+            for file, handle in handles.items()
+            for name in handle.keys()  # noqa: SIM118
+        }
+
+    def sources(self, module: PreTrainedModel) -> dict[str, Source]:
+        """Return where the tensors of a module are, by the rules of `from_pretrained`."""
+        return sources_of(module, self.by_name)
 
 
 def read_parts(folder: Path, module: PreTrainedModel, parts: Mapping[str, Part]) -> None:
     """Read the parts of all tensors of a module, whose parameters have their shapes. Raises ValueError naming the tensor that
-    is not there or has another shape."""
+    is not there, has another shape or is not of floats."""
     with ExitStack() as opened:
-        slices: dict[str, Any] = {}
-        for file, names in _files(folder).items():
-            handle = opened.enter_context(safe_open(file, framework="pt"))
-            slices |= {name: (handle, file) for name in names or handle.keys()}
-        sources = _sources(module, list(slices))
+        saved = SavedTensors(folder, opened)
+        sources = saved.sources(module)
         tensors: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for name, tensor in tensors_of(module):
             tensors.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -83,53 +126,71 @@ def read_parts(folder: Path, module: PreTrainedModel, parts: Mapping[str, Part])
             if found is None:
                 raise ValueError(f"model folder {str(folder)!r}: {names[0]} is in none of its safetensors, by this name")
             source, part = sources[found], parts[found]
-            blocks = [[slices[name][0].get_slice(name) for name in block] for block in source.names]
+            check_source(found, source)
+            check_codes(found, tensor, [saved.by_name[name] for block in source.names for name in block])
+            blocks = [[saved.by_name[name].slice for name in block] for block in source.names]
             whole = Stacked(blocks) if source.stacked else blocks[0][0]
             if tuple(whole.get_shape()) != part.shape:
-                file = slices[source.names[0][0]][1]
+                file = saved.by_name[source.names[0][0]].file
                 raise ValueError(f"{file}: {found} has shape {tuple(whole.get_shape())}, and {part.shape} in config.json")
             tensor.data.copy_(part.of(whole))
+            for other in names:
+                if other != found and other in sources and not same_part(saved, sources[other], part, tensor):
+                    raise ValueError(
+                        f"model folder {str(folder)!r}: config.json ties {other} to {found}, and they differ in its files: set "
+                        "tie_word_embeddings to false there, or save the model again"
+                    )
 
 
-def _sources(module: PreTrainedModel, names: Sequence[str]) -> dict[str, Source]:
-    """Return where the tensors of a module are, given the names in its files, by the rules of `from_pretrained`. Raises
-    ValueError for a rule that does something else than to rename and to stack."""
-    rules = get_model_conversion_mapping(module)
-    renamings = [each for each in rules if isinstance(each, WeightRenaming)]
-    converters = [each for each in rules if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    known, prefix = dict(tensors_of(module)), module.base_model_prefix
+def same_part(saved: SavedTensors, source: Source, part: Part, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor that was read has the numbers of another source."""
+    if source.stacked:
+        return False
+    whole = saved.by_name[source.names[0][0]].slice
+    return tuple(whole.get_shape()) == part.shape and torch.equal(part.of(whole).to(tensor.dtype), tensor.data)
+
+
+def check_codes(name: str, tensor: torch.Tensor, saved: Iterable[Saved]) -> None:
+    """Raise ValueError naming the file if a float tensor is saved as codes."""
+    for each in saved:
+        if tensor.is_floating_point() and each.is_codes:
+            raise ValueError(
+                f"{each.file}: {name} is saved as {each.dtype}, codes of a quantised model, without the scales that make them "
+                "numbers: save the model in bfloat16 or float32"
+            )
+
+
+def check_source(name: str, source: Source) -> None:
+    """Raise ValueError if a tensor of a module is not to be read from its source."""
+    if not source.readable:
+        raise ValueError(f"{name} lies in files in a form that ranks do not read: save the model with this transformers")
+    if len({*map(len, source.names)}) > 1:
+        counts = " and ".join(str(len(each)) for each in source.names)
+        raise ValueError(f"the files of a model have, for {name}: {counts} experts")
+
+
+def sources_of(module: PreTrainedModel, names: Iterable[str]) -> dict[str, Source]:
+    """Return where the tensors of a module are, given the names in its files. A tensor under its own name is not looked for
+    under others."""
+    known = dict(tensors_of(module))
+    rules = PublishedNames(module, known)
     found: dict[str, Source] = {}
     stacked: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    converters: dict[str, WeightConverter] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = name, None
-        if pattern is None:
+        target, converter, pattern = rules.find(name)
+        if converter is None:
             found[target] = Source([[name]], stacked=False)
         elif target in known:
+            assert pattern is not None
             stacked[target][pattern].append(name)
+            converters[target] = converter
     for target, of in stacked.items():
-        rule = by_pattern[next(iter(of))]
+        rule = converters[target]
         kinds = [(type(each), each.dim) for each in rule.operations if isinstance(each, MergeModulelist | Concatenate)]
-        if len(kinds) < len(rule.operations) or kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-            raise ValueError(f"{target} lies in files in a form that ranks do not read: save the model with this transformers")
-        blocks = [of.get(pattern, []) for pattern in rule.source_patterns]
-        if len({*map(len, blocks)}) > 1:
-            raise ValueError(
-                f"the files of a model have, for {target}: {' and '.join(str(len(each)) for each in blocks)} experts"
-            )
-        found[target] = Source(blocks, stacked=True)
+        readable = len(kinds) == len(rule.operations) and kinds in (
+            [(MergeModulelist, 0)],
+            [(MergeModulelist, 0), (Concatenate, 1)],
+        )
+        found[target] = Source([of.get(pattern, []) for pattern in rule.source_patterns], stacked=True, readable=readable)
     return found
-
-
-def _files(folder: Path) -> dict[Path, list[str]]:
-    """Return the files of a folder and the tensors in each; none listed: all that it has. Raises ValueError."""
-    if (index := folder / INDEX).is_file():
-        files: dict[Path, list[str]] = defaultdict(list)
-        for name, file in json.loads(index.read_text())["weight_map"].items():
-            files[folder / file].append(name)
-        return files
-    if not (single := folder / SINGLE).is_file():
-        raise ValueError(f"model folder {str(folder)!r} has neither {INDEX} nor {SINGLE}: save the model with save_pretrained")
-    return {single: []}

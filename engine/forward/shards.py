@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from rollout.engine.forward.load import configuration, generation_configuration, look_at_config, refuse_not_finite
 from rollout.engine.forward.random_weights import blank, fill, initialise
 from rollout.engine.forward.saved_parts import read_parts
 from rollout.engine.forward.shapes import is_random
@@ -92,7 +93,7 @@ def _joined(head: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
 def check_folder(folder: str | Path, ranks: int) -> int:
     """Check that the model of a folder can be divided among so many ranks, without its weights. Returns the width of the rows
     that are summed. Raises NotCut, ValueError or OSError."""
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = configuration(folder)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config)
     cuts_of(module)
@@ -103,7 +104,8 @@ def check_folder(folder: str | Path, ranks: int) -> int:
 def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> LoadedPart:
     """Load one rank's part of the model of a folder, into host memory. Raises ValueError: NotCut, or the reason why the folder
     cannot be read."""
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    look_at_config(str(folder))
+    config = configuration(folder)
     module = blank(config, dtype)
     cuts = cuts_of(module)
     check_ranks(module, place.ranks)
@@ -114,8 +116,9 @@ def load_part(folder: str | Path, dtype: torch.dtype, place: RankPlace) -> Loade
     else:
         shrink(module, parts, place.ranks)
         read_parts(Path(folder), module, parts)
-        if (Path(folder) / "generation_config.json").is_file():
-            module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if (generation := generation_configuration(folder)) is not None:
+            module.generation_config = generation
+        refuse_not_finite(module, str(folder))
     _divide_vocabulary(module, place)
     return LoadedPart(module.eval(), cuts, shapes)
 

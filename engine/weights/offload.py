@@ -34,6 +34,7 @@ from torch import nn
 
 from rollout.engine.config import WeightOffload
 from rollout.engine.memory import DeviceMemory, host_buffer, placed, side_by_side, storage_bytes
+from rollout.engine.weights.tensors import checkpoint_tensors
 
 log = logging.getLogger(__name__)
 MLPS = ("mlp", "feed_forward", "block_sparse_moe")
@@ -181,7 +182,7 @@ class OffloadedModel:
         self._slots: torch.Tensor
         """[slots, bytes of the largest layer] uint8 on the device"""
         self._take_slots()
-        memory.own(parameter for parameter in module.parameters() if id(parameter) not in self.masters)
+        memory.own(each for each in checkpoint_tensors(module)[0].values() if id(each) not in self.masters)
         module.to(memory.device)
         resident = storage_bytes(module.parameters())
         assert resident <= before - self.offloaded_bytes + self._slots.nbytes, "weight offload left memory on the device"

@@ -165,12 +165,13 @@ def base_tensors(module: Any) -> dict[str, Any]:
 
 def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
     """Read a folder that PEFT's `save_pretrained` wrote. Raises SourceUnreachable, WeightsRefused."""
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except (OSError, ValueError) as error:
+        tensors = load((folder / "adapter_model.safetensors").read_bytes())  # not mapped: the file may become shorter
+    except (OSError, ValueError, SafetensorError) as error:
         raise SourceUnreachable(
             f"{folder} is not a readable adapter folder (adapter_config.json, adapter_model.safetensors): {error}"
         ) from None

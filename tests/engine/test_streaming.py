@@ -15,7 +15,7 @@ from rollout.engine.config import AdvancedConfig, EngineConfig, WeightOffload
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import load_model
-from rollout.engine.memory import HostMemory, own_parameters, side_by_side
+from rollout.engine.memory import HostMemory, own_tensors, side_by_side
 from rollout.engine.types import Sample
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.offload import OffloadedModel, SlotRing
@@ -364,7 +364,7 @@ def test_bytes_of_the_status(offload: tuple[int, int, int], caplog: pytest.LogCa
 def test_layers_that_stay_all_the_same_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the assertion: what stays keeps one buffer alive, in which the offloaded layers lie as well."""
     module = tiny("llama", num_hidden_layers=LAYERS)
-    own_parameters(module.parameters())
+    own_tensors(module.parameters())
     monkeypatch.setattr(HostMemory, "own", lambda self, parameters: None)
     with pytest.raises(AssertionError, match="left memory on the device"):
         OffloadedModel(module, "x", settings((2, 1, 1)), HostMemory())

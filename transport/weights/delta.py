@@ -26,7 +26,7 @@ import numpy as np
 from rollout.engine.types import Refreshed, TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WrongBase
 from rollout.transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
-from rollout.transport.weights.files import FilesOffer, read_folder
+from rollout.transport.weights.files import FilesPayload, Span, read_folder
 from rollout.transport.weights.inline import InlinePayload, InlineSender
 from rollout.transport.weights.tensors import Tensors, digest
 
@@ -161,7 +161,7 @@ class Delta(WeightTransport):
 
     def offer_folder(self, folder: Path) -> Sender:
         infos, arrays = open_folder(folder)
-        manifest = Tensors(infos, list(arrays)).manifest(map(digest, arrays))
+        manifest = Tensors(infos, []).manifest(map(digest, arrays))
         return self._offer(infos, arrays, manifest, lambda: self._whole.offer_folder(folder))
 
     def close(self) -> None:
@@ -206,14 +206,32 @@ class Delta(WeightTransport):
         return np.frombuffer(b"".join(coded), np.uint8)
 
 
-def open_folder(folder: Path) -> tuple[list[TensorInfo], list[np.ndarray]]:
-    """Map the tensors of a folder of safetensors, [bytes] uint8 each. Raises as `read_folder`."""
-    spans = read_folder(Path(FilesOffer(str(folder)).folder))
-    arrays = [
-        np.memmap(span.path, np.uint8, "r", span.start, (span.size,)) if span.size else np.zeros(0, np.uint8)
-        for span in spans.values()
-    ]
-    return [TensorInfo(name, span.dtype, span.shape, "") for name, span in spans.items()], arrays
+class FolderTensors(Sequence[np.ndarray]):
+    """The tensors of a folder of safetensors, [bytes] uint8 each, read whenever one is asked for: mapped files that become
+    shorter would kill the trainer."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: Any) -> Any:
+        span = self._spans[index]
+        data, payload, done = np.empty(span.size, np.uint8), FilesPayload([span]), 0
+        try:
+            while done < span.size:
+                done += payload.read(data[done:])
+        finally:
+            payload.close()
+        return data
+
+
+def open_folder(folder: Path) -> tuple[list[TensorInfo], FolderTensors]:
+    """Find the tensors of a folder of safetensors. Raises as `read_folder`."""
+    spans = read_folder(folder)
+    infos = [TensorInfo(name, span.dtype, span.shape, "") for name, span in spans.items()]
+    return infos, FolderTensors([*spans.values()])
 
 
 # the service's end

@@ -8,20 +8,22 @@ cache, a save that is still under way) is refused. Format: https://github.com/hu
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
+from rollout.engine.paths import Checkpoint, checkpoint_of
 from rollout.engine.types import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.manifest import ENTRY_BYTES
 from rollout.transport.weights.tensors import Tensors
 
 DTYPES = {
@@ -38,8 +40,11 @@ DTYPES = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-MAX_HEADER_BYTES = 100_000_000
-"""the format's own limit"""
+MAX_HEADER_BYTES = 1 << 24
+"""of a file: the names of a hundred thousand tensors. The format allows 100 MB, which take seconds to parse"""
+METADATA_BYTES = 1 << 16
+"""that a service allows in headers beside the tensors of the manifest"""
+Length = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 READ_BYTES = 4 << 20
 
 
@@ -53,6 +58,18 @@ class FilesOffer(WeightOffer, frozen=True, tag="files", forbid_unknown_fields=Tr
         return FilesPayload(matching(self, expected.manifest))
 
 
+class Entry(msgspec.Struct):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: Annotated[list[Length], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[Length, Length]
+
+
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry = msgspec.json.Decoder(Entry)
+
+
 class Span(NamedTuple):
     """Place of a tensor in a folder."""
 
@@ -63,46 +80,61 @@ class Span(NamedTuple):
     size: int
 
 
-def read_folder(folder: Path) -> dict[str, Span]:
-    """Find every tensor of the *.safetensors files in a folder. Raises SourceUnreachable, InvalidRequest naming file and
-    tensor."""
+def read_folder(folder: Path, header_bytes: int = MAX_HEADER_BYTES) -> dict[str, Span]:
+    """Find every tensor of the model in a folder: in the files of its index, in model.safetensors, or else in all
+    *.safetensors. header_bytes: most that the headers of all files may have, if it is less than MAX_HEADER_BYTES for each.
+    Raises SourceUnreachable, InvalidRequest naming file and tensor."""
     if not folder.is_absolute():
         raise InvalidRequest(f"folder {str(folder)!r}: give an absolute path")
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
+    try:
+        checkpoint = checkpoint_of(folder) or Checkpoint(sorted(folder.glob("*.safetensors")), {})
+    except OSError as error:
+        raise SourceUnreachable(str(error)) from None
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    if not checkpoint.files:
         raise SourceUnreachable(f"{folder} has no *.safetensors file that can be seen from here")
-    spans: dict[str, Span] = {}
-    for path in paths:
-        for name, span in _read_header(path):
-            if name in spans:
-                raise InvalidRequest(f"tensor {name!r} is in {spans[name].path.name} and in {path.name}")
-            spans[name] = span
-    return spans
+    found: list[tuple[str, Span]] = []
+    left = header_bytes if header_bytes < MAX_HEADER_BYTES else len(checkpoint.files) * MAX_HEADER_BYTES
+    for path in checkpoint.files:
+        length, spans = _read_header(path, left)
+        left -= length
+        found += spans
+    try:
+        checkpoint.check((span.path.name, name) for name, span in found)
+    except ValueError as error:
+        raise InvalidRequest(f"{folder}: {error}") from None
+    return dict(found)
 
 
-def _read_header(path: Path) -> list[tuple[str, Span]]:
+def _read_header(path: Path, most: int) -> tuple[int, list[tuple[str, Span]]]:
+    """Return the length of a file's header, and the tensors in it."""
     fd = _open(path)
     try:
         size = os.fstat(fd).st_size
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+        if not 0 < length <= size - 8:
             raise InvalidRequest(f"{path} is not a safetensors file, or not a whole one")
+        if length > min(most, MAX_HEADER_BYTES):
+            raise InvalidRequest(
+                f"{path} has a header of {length} bytes: at most {min(most, MAX_HEADER_BYTES)} for these tensors"
+            )
         try:
-            header = json.loads(os.pread(fd, length, 8))
-            return [(name, _span(path, entry, 8 + length, size)) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            header = _header.decode(os.pread(fd, length, 8))
+            entries = [(name, raw) for name, raw in header.items() if name != "__metadata__"]
+            return length, [(name, _span(path, _entry.decode(raw), 8 + length, size)) for name, raw in entries]
+        except (ValueError, KeyError, RecursionError) as error:
             raise InvalidRequest(f"{path} is not a safetensors file: {type(error).__name__}: {str(error)[:200]}") from None
     finally:
         os.close(fd)
 
 
-def _span(path: Path, entry: Any, base: int, size: int) -> Span:
-    start, end = map(int, entry["data_offsets"])
-    shape = tuple(map(int, entry["shape"]))
-    dtype, width = DTYPES[entry["dtype"]]
-    if not 0 <= start <= end <= size - base or end - start != math.prod(shape) * width or min(shape, default=0) < 0:
+def _span(path: Path, entry: Entry, base: int, size: int) -> Span:
+    start, end = entry.data_offsets
+    dtype, width = DTYPES[entry.dtype]
+    if not start <= end <= size - base or end - start != math.prod(entry.shape) * width:
         raise ValueError(f"a tensor at bytes {start} to {end} of {size - base}")
-    return Span(path, dtype, shape, base + start, end - start)
+    return Span(path, dtype, tuple(entry.shape), base + start, end - start)
 
 
 def _open(path: Path) -> int:
@@ -147,7 +179,7 @@ def describe_folder(folder: Path) -> list[TensorInfo]:
 
 def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:
     """Find the tensors of the manifest. Raises SourceUnreachable, InvalidRequest if the folder does not match it."""
-    spans = read_folder(Path(offer.folder))
+    spans = read_folder(Path(offer.folder), METADATA_BYTES + len(manifest) * ENTRY_BYTES)
     for info in manifest:
         span = spans.get(info.name)
         if span is None or (span.dtype, span.shape) != (info.dtype, info.shape):
