@@ -22,6 +22,8 @@ from rollout.engine.paths import INDEX, SINGLE, checkpoint_of
 from rollout.engine.weights.cuts import Part
 from rollout.engine.weights.layer_cuts import tensors_of
 from rollout.engine.weights.published import PublishedNames
+from rollout.engine.weights.rounding import RoundingLog, Roundings
+from rollout.engine.weights.tensors import persistent_buffers
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """dtypes from which a float tensor is read as it is: others are codes, without the scales that belong to them"""
@@ -119,6 +121,7 @@ def read_parts(folder: Path, module: PreTrainedModel, parts: Mapping[str, Part])
         saved = SavedTensors(folder, opened)
         sources = saved.sources(module)
         tensors: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        rounded = Roundings()
         for name, tensor in tensors_of(module):
             tensors.setdefault(id(tensor), (tensor, []))[1].append(name)
         for tensor, names in tensors.values():
@@ -133,13 +136,15 @@ def read_parts(folder: Path, module: PreTrainedModel, parts: Mapping[str, Part])
             if tuple(whole.get_shape()) != part.shape:
                 file = saved.by_name[source.names[0][0]].file
                 raise ValueError(f"{file}: {found} has shape {tuple(whole.get_shape())}, and {part.shape} in config.json")
-            tensor.data.copy_(part.of(whole))
+            sent = part.of(whole)
+            rounded.add(found, sent.numel(), sent, tensor.data.copy_(sent))
             for other in names:
                 if other != found and other in sources and not same_part(saved, sources[other], part, tensor):
                     raise ValueError(
                         f"model folder {str(folder)!r}: config.json ties {other} to {found}, and they differ in its files: set "
                         "tie_word_embeddings to false there, or save the model again"
                     )
+    RoundingLog().say("load", rounded.found, frozenset(persistent_buffers(module)))
 
 
 def same_part(saved: SavedTensors, source: Source, part: Part, tensor: torch.Tensor) -> bool:
@@ -155,8 +160,8 @@ def check_codes(name: str, tensor: torch.Tensor, saved: Iterable[Saved]) -> None
     for each in saved:
         if tensor.is_floating_point() and each.is_codes:
             raise ValueError(
-                f"{each.file}: {name} is saved as {each.dtype}, codes of a quantised model, without the scales that make them "
-                "numbers: save the model in bfloat16 or float32"
+                f"{each.file}: {name} is saved as {each.dtype}: codes of a quantised model, whose scales are not read here: "
+                "save the model in bfloat16 or float32"
             )
 
 

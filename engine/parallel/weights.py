@@ -25,7 +25,7 @@ from rollout.engine.parallel.messages import ExchangeWeights, OpenStaged, RankAn
 from rollout.engine.types import TensorInfo
 from rollout.engine.weights.cuts import Cut, Part, parts_of
 from rollout.engine.weights.inventory import READ_BYTES, Inventory
-from rollout.engine.weights.live import Weights, WeightsTorn
+from rollout.engine.weights.live import Weights, WeightsTorn, unstaged
 from rollout.engine.weights.lora import StagedTensors
 from rollout.engine.weights.staging import SLICE_BYTES, StagedTensor
 from rollout.engine.weights.tensors import tensor_bytes
@@ -63,13 +63,13 @@ class PartInventory(Inventory):
         self.nbytes = sum(self.size(name)[0] for name in self.tensors)
 
     def size(self, name: str) -> tuple[int, int]:
-        first = self.first_name[name]
+        first = self.first(name)
         itemsize = self.tensors[first].element_size()
         return self.shapes[first].numel() * itemsize, itemsize
 
     def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
         """Copy bytes of a whole tensor from all ranks."""
-        first, itemsize = self.first_name[name], self.size(name)[1]
+        first, itemsize = self.first(name), self.size(name)[1]
         live, begin, count = self.tensors[first].detach(), start // itemsize, size // itemsize
         whole = torch.empty(count, dtype=live.dtype)
         for piece, here in self.parts[0][first].overlap(whole, begin, live):
@@ -291,9 +291,8 @@ class DividedWeights(Weights):
         return DividedMerge(self._divided, self._put, self.inventory)
 
     def _divided(self, info: TensorInfo, target: str | None) -> StagedTensor:
-        dtype = getattr(torch, info.dtype)
-        if target is None:  # it repeats a tied tensor
-            return StagedTensor(info, dtype, None, None)
+        if not target:  # it repeats a tied tensor, or is not the model's
+            return unstaged(info, target)
         return DividedTensor(info, target, self._rooms[self._tensors[target].dtype], partial(self._put, target))
 
     def _put(self, name: str, piece: torch.Tensor, start: int) -> None:

@@ -406,7 +406,9 @@ class Sequence:
 
     def not_finite(self) -> str:
         """Return the error text for logits that are not finite."""
-        reason = f"the logits of token {len(self.output)} hold NaN or infinity: the weights or the KV are not finite"
+        at = len(self.output)
+        token = f"token {at}" if self.given is None else f"given token {at} (id {int(self.given[at])})"
+        reason = f"the logits of {token} hold NaN or infinity: the weights or the KV are not finite"
         if self.state.eos and len(self.output) < self.state.group.sampling.min_tokens:
             reason += ", or min_tokens forbids every token that could be drawn"
         return reason

@@ -56,7 +56,7 @@ class InPlaceStaging(DeviceStaging):
             digests = hashes.read()()
         self._streams.current_stream(self._memory.device).wait_stream(self._stream)
         for part, digest in zip(self._parts, digests, strict=True):
-            if digest != part.info.digest:
+            if part.checked and digest != part.info.digest:
                 raise InvalidWeights(
                     "its bytes have changed between their check and the exchange, which was in place: the weights are dropped; "
                     "refresh all tensors again, and leave them as they are until the refresh is over",

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from rollout.engine.memory import Hashes
 from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.weights.published import published_names
 from rollout.engine.weights.tensors import (
     DTYPES,
     InvalidWeights,
@@ -24,6 +25,9 @@ from rollout.engine.weights.tensors import (
 
 READ_BYTES = 8 << 20
 """bytes that `Digests.read_live` reads at a time"""
+SKIPPED = ""
+"""in place of the name of a tensor: the model's class declares it as not its own"""
+OWN_NAMES = "save_pretrained(…, save_original_format=False) writes a folder with the module's names"
 
 
 class Inventory:
@@ -39,17 +43,37 @@ class Inventory:
         own, self.first_name = ({}, {}) if module is None else checkpoint_tensors(module)
         self.offloaded = {name for name, tensor in own.items() if id(tensor) in masters}
         self.tensors: dict[str, torch.Tensor] = {name: masters.get(id(tensor), tensor) for name, tensor in own.items()}
+        self._published = published_names(module, self.first_name)
+        """rules for other names than the module's; None: there are none"""
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         """known also while the tensors are released"""
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def own_name(self, name: str) -> str | None:
+        """Return a name of a tensor in the module, given this one or one of a checkpoint or of a composite model with it; None:
+        the module has no such tensor."""
+        if name in self.first_name or self._published is None:
+            return name if name in self.first_name else None
+        found = self._published.find(name)
+        return found.target if found.converter is None and found.target in self.first_name else None
+
+    def first(self, name: str) -> str:
+        """Return the first name of a tensor of the model, given any name that `own_name` knows."""
+        own = self.own_name(name)
+        assert own is not None
+        return self.first_name[own]
+
+    def skips(self, name: str) -> bool:
+        """Return whether the model's class declares a tensor as not its own, such as those of a tower for images."""
+        return name not in self.first_name and self._published is not None and self._published.skipped(name)
+
     def dtype(self, name: str) -> str:
         """Return the dtype name of a tensor, given any of its names."""
-        return dtype_name(self.tensors[self.first_name[name]])
+        return dtype_name(self.tensors[self.first(name)])
 
     def size(self, name: str) -> tuple[int, int]:
         """Return the size of a tensor and of one element, in bytes."""
-        tensor = self.tensors[self.first_name[name]]
+        tensor = self.tensors[self.first(name)]
         return tensor.nbytes, tensor.element_size()
 
     def manifest(self) -> list[TensorInfo]:
@@ -58,7 +82,7 @@ class Inventory:
 
     def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
         """Copy `size` live bytes of a tensor, from byte `start` on, to host memory: [bytes] uint8."""
-        live, (_, itemsize) = self.tensors[self.first_name[name]], self.size(name)
+        live, (_, itemsize) = self.tensors[self.first(name)], self.size(name)
         return tensor_bytes(live.detach().reshape(-1)[start // itemsize : (start + size) // itemsize]).copy()
 
     def read(self, name: str) -> torch.Tensor:
@@ -70,7 +94,8 @@ class Inventory:
         return digest_of(tensor_bytes(self.tensors[name]))
 
     def targets(self, manifest: Sequence[TensorInfo], partial: bool) -> list[str | None]:
-        """Return the tensor that each entry writes; None: the entry repeats a tied tensor under another name.
+        """Return the tensor that each entry writes; None: the entry repeats a tied tensor under another name. SKIPPED: it is
+        not the model's.
 
         Raises InvalidWeights naming the tensor if the manifest does not fit the model."""
         if self.tensors and not manifest:
@@ -82,11 +107,18 @@ class Inventory:
             if info.name in listed:
                 raise InvalidWeights("listed more than once", info.name)
             listed.add(info.name)
+            if self.skips(info.name):
+                if not isinstance(getattr(torch, info.dtype, None), torch.dtype):
+                    raise InvalidWeights(f"dtype {info.dtype!r:.40} is none of torch", info.name)
+                targets.append(SKIPPED)
+                continue
             name = self.check(info)
             twin = writes.setdefault(name, info)
             if (twin.dtype, twin.digest) != (info.dtype, info.digest):
                 raise InvalidWeights(f"the model ties it to {twin.name!r}, which has other bytes in this refresh", info.name)
             targets.append(name if twin is info else None)
+        if manifest and not writes:
+            raise InvalidWeights("the model's class declares it, and all others here, as not its own", manifest[0].name)
         missing = [name for name in self.tensors if name not in writes]
         if missing and not partial:
             raise self._missing(missing)
@@ -94,27 +126,39 @@ class Inventory:
 
     def check(self, info: TensorInfo) -> str:
         """Return the first name of an entry's tensor. Raises InvalidWeights if the entry does not fit the tensor."""
-        name = self.first_name.get(info.name)
-        if name is None:
-            raise InvalidWeights(f"the model has no tensor of this name{self._stacked(info.name)}", info.name)
+        own = self.own_name(info.name)
+        if own is None:
+            raise InvalidWeights(f"the model has no tensor of this name{self._instead_of(info.name)}", info.name)
+        name = self.first_name[own]
         live = self.tensors[name]
         if info.shape != tuple(self.shapes[name]):
-            raise InvalidWeights(f"has shape {info.shape}, but {tuple(self.shapes[name])} in the model", info.name)
+            fix = "" if own == info.name else f"; {OWN_NAMES}"
+            raise InvalidWeights(f"has shape {info.shape}, but {tuple(self.shapes[name])} in the model{fix}", info.name)
         if info.dtype != dtype_name(live) and not (live.is_floating_point() and info.dtype in DTYPES):
             raise InvalidWeights(f"dtype {info.dtype!r:.40} cannot be cast to {dtype_name(live)}", info.name)
         if not live.is_contiguous():
             raise InvalidWeights("not contiguous in this engine, so it cannot be refreshed", info.name)
         return name
 
-    def _stacked(self, name: str) -> str:
-        """Return what to send instead of a tensor of one expert; "" for other tensors."""
+    def _instead_of(self, name: str) -> str:
+        """Return what to send instead of a tensor that the model has not; "" for a model of another library."""
+        if re.search(r"\.(lora_[A-Za-z]\w*|base_layer|modules_to_save)\.|^base_model\.model\.", name):
+            return ": it is part of an adapter; send that with refresh_lora(model), or whole weights with merge_and_unload()"
+        if name.endswith("_flat_param"):
+            return ": FSDP has flattened the parameters; give its full state dict (StateDictType.FULL_STATE_DICT)"
         whole = next((each for each, shape in self.shapes.items() if ".experts." in each and len(shape) == 3), None)
-        if whole is None or not re.search(r"\.experts\.\d+\.", name):
+        if whole is not None and re.search(r"\.experts\.\d+\.", name):
+            return (
+                f": it has all experts in one, such as {whole!r} {tuple(self.shapes[whole])}; send "
+                "rollout.models.stacked_experts(tensors, model_type), or a folder of save_pretrained(…, "
+                "save_original_format=False)"
+            )
+        if self._published is None:
             return ""
-        return (
-            f": it has all experts in one, such as {whole!r} {tuple(self.shapes[whole])}; send "
-            "rollout.models.stacked_experts(tensors, model_type), or a folder of save_pretrained(…, save_original_format=False)"
-        )
+        found = self._published.find(name)
+        if found.converter is not None and found.target in self.first_name:
+            return f": transformers makes {found.target!r} of it when it loads a checkpoint; {OWN_NAMES}"
+        return f"; {OWN_NAMES}"
 
     def _missing(self, names: list[str]) -> InvalidWeights:
         buffers = [name for name in names if not isinstance(self.tensors[name], torch.nn.Parameter)]

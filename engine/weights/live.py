@@ -23,6 +23,7 @@ transaction fills the slots on the device from the masters."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,14 +35,17 @@ from rollout.engine.types import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
 from rollout.engine.weights.in_place import InPlaceStaging
-from rollout.engine.weights.inventory import Digests, Inventory
+from rollout.engine.weights.inventory import SKIPPED, Digests, Inventory
 from rollout.engine.weights.lora import AdapterBase, AdapterMerge, InOnePlace, StagedTensors
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.engine.weights.resident import ResidentTensors
+from rollout.engine.weights.rounding import RoundingLog
 from rollout.engine.weights.staging import StagedTensor, Staging, TensorSlices
 from rollout.engine.weights.tensors import InvalidWeights
 from rollout.engine.weights.twins import Twins, TwinStaging
 from rollout.engine.weights.versions import check_named, next_version
+
+log = logging.getLogger(__name__)
 
 
 class WeightsTorn(RuntimeError):
@@ -87,6 +91,10 @@ class Weights:
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._all.items()}
         self._buffers = RefreshBuffers(self._all, self.inventory.offloaded, self._memory, self._resident.size)
         self._staging: Staging | None = None
+        self._roundings = RoundingLog()
+        self._buffer_names = frozenset(
+            name for name, tensor in self._tensors.items() if not isinstance(tensor, torch.nn.Parameter)
+        )
         self.dropped = False
         """the weights were dropped by a sleep, and no refresh of all tensors has completed since"""
 
@@ -156,8 +164,16 @@ class Weights:
         if self.dropped and (partial or adapter is not None):
             raise InvalidWeights("the weights were dropped by sleep(level=2): a refresh of all tensors must come first")
         targets = self.inventory.targets(manifest, partial) if adapter is None else []
+        if skipped := targets.count(SKIPPED):
+            first = manifest[targets.index(SKIPPED)].name
+            log.info(
+                "refresh skips tensors=%d of=%d first=%s: the model's class declares them as not its own",
+                skipped,
+                len(targets),
+                first,
+            )
         if partial:
-            self._digests.learn(self._tensors.keys() - set(targets))  # not at the exchange, which pauses generation
+            self._digests.learn(self._tensors.keys() - {*targets})  # not at the exchange, which pauses generation
         on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
         crowded = on_device and not self.dropped and not self._buffers.open_on_device()
         in_place, on_device = crowded and update.stays, on_device and (update.stays or not crowded)
@@ -214,6 +230,7 @@ class Weights:
             self._write(staging)
         else:
             self._land(staging.names)
+        self._roundings.say(f"refresh version={staging.version}", staging.rounded.found, self._buffer_names)
         self.base.commit(staging.digests, staging.bases)
         self._digests.commit(staging.digests)
         self.dropped = False
@@ -312,11 +329,20 @@ class Weights:
             self._streamed.check()
 
 
+def unstaged(info: TensorInfo, target: str | None) -> StagedTensor:
+    """Return a part of a payload that is read and written nowhere. target: None, or SKIPPED."""
+    part = StagedTensor(info, getattr(torch, info.dtype), None, None)
+    part.checked = target is None
+    return part
+
+
 def parts_of(
     manifest: Sequence[TensorInfo], targets: Sequence[str | None], destination: Callable[[str], torch.Tensor]
 ) -> list[StagedTensor]:
     """Return the parts of a payload of whole tensors. destination: returns the staged tensor of a name."""
     return [
-        StagedTensor(info, getattr(torch, info.dtype), target, None if target is None else destination(target).view(-1))
+        StagedTensor(info, getattr(torch, info.dtype), target, destination(target).view(-1))
+        if target
+        else unstaged(info, target)
         for info, target in zip(manifest, targets, strict=True)
     ]

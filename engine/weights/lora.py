@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
 from rollout.engine.weights.inventory import Digests, Inventory
@@ -137,6 +138,8 @@ class AdapterMerge:
         self._sent: dict[str, torch.Tensor] = {}
         """tensors that are sent whole, and get A and B added"""
         infos = {info.name: info for info in manifest}
+        named = [replace(each, weight=inventory.own_name(each.weight) or each.weight) for each in adapter.targets]
+        adapter = replace(adapter, targets=named)
         if not adapter.targets:
             raise InvalidWeights("the adapter has no targets: train one with LoRA layers, or refresh with whole tensors")
         if len(infos) < len(manifest):
@@ -206,7 +209,7 @@ class AdapterMerge:
 
     def _check(self, target: LoraTarget, infos: Mapping[str, TensorInfo]) -> None:
         """Check that the manifest lists A and B and that B A has the shape of the weight."""
-        name, first = target.weight, self._inventory.first_name.get(target.weight)
+        name, first = target.weight, self._inventory.first_name.get(target.weight)  # its name in the module
         if first is None:
             raise InvalidWeights("the model has no tensor of this name", name)
         live = self._inventory.tensors[first]

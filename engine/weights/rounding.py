@@ -30,29 +30,37 @@ def loses(sent: torch.dtype, kept: torch.dtype) -> bool:
     return sent.is_floating_point and kept.is_floating_point and torch.promote_types(sent, kept) != kept
 
 
-def largest_change(sent: torch.Tensor, kept: torch.Tensor) -> float:
-    """Return the largest absolute difference between tensors of one shape."""
-    sent, kept = sent.detach(), kept.detach()
-    return float((sent.double() - kept.double()).abs().max()) if sent.numel() else 0.0
-
-
 class Roundings:
     """What one load or one refresh rounds, by names of the model's tensors."""
 
     def __init__(self) -> None:
         self.found: dict[str, Rounded] = {}
+        self._launched: list[tuple[str, Rounded, torch.Tensor]] = []
+        """measured on a device: [] float64"""
 
     def add(self, name: str, size: int, sent: torch.Tensor, kept: torch.Tensor) -> None:
         """Note a tensor, or a piece of it, [elements] as sent and as kept. size: elements of the whole tensor."""
+        self.launch(name, size, sent, kept)
+        self.read()
+
+    def launch(self, name: str, size: int, sent: torch.Tensor, kept: torch.Tensor) -> None:
+        """Do the same on a device, which the host does not wait for before `read`."""
         if not loses(sent.dtype, kept.dtype):
             return
+        kind = Rounded(sent.dtype, kept.dtype, None)
         if size > MEASURED:
-            self.found[name] = Rounded(sent.dtype, kept.dtype, None)
-            return
-        before = self.found.get(name)
-        most = max(largest_change(sent, kept), 0.0 if before is None else before.most or 0.0)
-        if most > 0:
-            self.found[name] = Rounded(sent.dtype, kept.dtype, most)
+            self.found[name] = kind
+        elif sent.numel():
+            self._launched.append((name, kind, (sent.detach().double() - kept.detach().double()).abs().max()))
+
+    def read(self) -> None:
+        """Wait for what was launched."""
+        for name, kind, change in self._launched:
+            before = self.found.get(name)
+            most = max(float(change), 0.0 if before is None else before.most or 0.0)
+            if most > 0:
+                self.found[name] = kind._replace(most=most)
+        self._launched.clear()
 
 
 class RoundingLog:

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from rollout.engine.types import TensorInfo, WeightUpdate, manifest_digest
+from rollout.engine.weights.rounding import Roundings
 from rollout.engine.weights.tensors import InvalidWeights, tensor_bytes
 
 SLICE_BYTES = 1 << 20
@@ -38,11 +39,12 @@ class StagedTensor:
     """A tensor of the payload.
 
     Args:
-        target: the model's name of the tensor that it writes; None: it repeats a tied tensor, or is a factor of an adapter.
-        place: [elements] where it is staged; of dropped weights, the live tensor itself.
+        target: the model's name of the tensor that it writes; None: it repeats a tied tensor, is a factor of an adapter, or is
+            not the model's.
+        place: [elements] where it is staged; of dropped weights, the live tensor itself. None: nowhere.
     """
 
-    __slots__ = ("info", "dtype", "target", "place", "nbytes")
+    __slots__ = ("info", "dtype", "target", "place", "nbytes", "checked")
 
     def __init__(self, info: TensorInfo, dtype: torch.dtype, target: str | None, place: torch.Tensor | None) -> None:
         self.info = info
@@ -50,6 +52,8 @@ class StagedTensor:
         self.target = target
         self.place = place
         self.nbytes = math.prod(info.shape) * dtype.itemsize
+        self.checked = True
+        """False: its bytes are dropped without a look, since nothing depends on them"""
 
     def elements(self, start: int, count: int) -> torch.Tensor:
         """Return the staged elements of `count` payload bytes from byte `start` of the tensor."""
@@ -103,6 +107,8 @@ class Staging:
         """all bytes have arrived and match the manifest"""
         self.digests: dict[str, str] = {}
         """digest of each staged tensor, in the model's dtype"""
+        self.rounded = Roundings()
+        """what casts to the model's dtype have rounded"""
         self.seconds = 0.0
         """from `Weights.stage` to the last byte"""
         self._started = time.perf_counter()
@@ -172,14 +178,16 @@ class Staging:
                 if staged is None:
                     continue
                 if staged.dtype != part.dtype:
-                    cast_into(staged, torch.from_numpy(raw).view(part.dtype))
+                    values = torch.from_numpy(raw).view(part.dtype)
+                    cast_into(staged, values)
                     cast.update(tensor_bytes(staged).data)
+                    self.rounded.add(part.target or part.info.name, math.prod(part.info.shape), values, staged)
                 if staged.is_floating_point() and not finite(staged):
                     raise _not_finite(part, raw)
                 part.land(staged, start)
                 if self._making is not None:
                     self._making.landed(part, start + len(raw))
-            if sent.hexdigest() != part.info.digest:
+            if part.checked and sent.hexdigest() != part.info.digest:
                 raise InvalidWeights("the bytes do not match the manifest's digest", part.info.name)
             if part.target is not None:
                 assert part.place is not None

@@ -5,12 +5,14 @@ and which bytes a tensor is."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rollout.engine.types import TensorInfo
 
@@ -49,6 +51,16 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
     """Describe a tensor for a manifest, without a digest. Raises InvalidWeights if it is not a dense tensor with data."""
+    if hasattr(tensor, "full_tensor") or hasattr(tensor, "local_shards"):
+        raise InvalidWeights(
+            f"it is a {type(tensor).__name__}, of which this process has a part: send its full_tensor(), or gather all by "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+            name,
+        )
+    if hasattr(tensor, "ds_id") and not tensor.numel():
+        raise InvalidWeights("ZeRO has its elements elsewhere: call refresh inside deepspeed.zero.GatheredParameters", name)
+    if isinstance(tensor, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
+        raise InvalidWeights(f"it is a {type(tensor).__name__}, not a plain tensor: send a state_dict() of plain ones", name)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise InvalidWeights(f"cannot be sent: pass a dense tensor with data, not this {type(tensor).__name__}", name)
     return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
@@ -81,7 +93,20 @@ def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise InvalidWeights(f"{wanted}, not {type(pair).__name__}")
-    return [(str(name), tensor) for name, tensor in pairs]  # numpy.str_ cannot be encoded
+    return unwrapped([(str(name), tensor) for name, tensor in pairs])  # numpy.str_ cannot be encoded
+
+
+WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+"""parts of names that torch.compile, checkpoint wrappers and FSDP insert"""
+
+
+def unwrapped(pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Remove from names what wrappers have added: WRAPPERS anywhere, and `module.` (DistributedDataParallel) in front if all
+    names have it. Two names that become one stay as they are."""
+    names = [WRAPPERS.sub("", name) for name, _ in pairs]
+    while names and all(name.startswith("module.") for name in names):
+        names = [WRAPPERS.sub("", name.removeprefix("module.")) for name in names]
+    return list(zip(names, (tensor for _, tensor in pairs), strict=True)) if len({*names}) == len(pairs) else pairs
 
 
 def checkpoint_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
@@ -48,6 +49,14 @@ UNSERVED = {
     "megatron_config": "megatron_config",
 }
 """fields of a LoraConfig that change the formula W + scale · B A, and their names for messages"""
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "lora_alpha": ((int, float), "a number"),
+    "use_rslora": ((bool, NoneType), "true or false"),
+    "fan_in_fan_out": ((bool, NoneType), "true or false"),
+    "alpha_pattern": ((dict, NoneType), "an object"),
+    "rank_pattern": ((dict, NoneType), "an object"),
+}
+"""fields of a LoraConfig that the merge reads, with what they may be"""
 INIT_KEEPS_BASE = (True, False, "gaussian", "eva")
 """values of init_lora_weights that do not change the base weights"""
 
@@ -89,14 +98,35 @@ class Adapters:
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Check the fields of a LoraConfig. Raises WeightsRefused."""
+    if not isinstance(config, Mapping):
+        raise WeightsRefused(f"adapter_config.json holds a {type(config).__name__}, not an object: save the adapter again")
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
         raise WeightsRefused(f"the adapter is {kind}: only LORA is supported; merge it and use refresh(model)")
     for field, name in UNSERVED.items():
         if config.get(field):
             raise WeightsRefused(f"{name} is not plain LoRA: train without {field}{MERGED}")
+    for field, (types, wanted) in TYPES.items():
+        value = config.get(field)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types) or not _is_finite(value):
+            raise WeightsRefused(f"{field}={value!r:.100} in the adapter's configuration: must be {wanted}")
+    for field in ("alpha_pattern", "rank_pattern"):
+        for key, value in (config.get(field) or {}).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or not _is_pattern(key):
+                raise WeightsRefused(f"{field}={{{key!r}: {value!r:.40}}} in the adapter's configuration: must be numbers")
     if config.get("bias", "none") != "none":
         raise WeightsRefused(f"bias={config['bias']!r} trains biases of the base: train with bias='none'{MERGED}")
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _is_pattern(key: Any) -> bool:
+    try:
+        return isinstance(key, str) and re.compile(key) is not None
+    except re.error:
+        return False
 
 
 # a PeftModel
@@ -178,8 +208,9 @@ def read_folder(folder: Path, scale: float) -> tuple[Pairs, list[LoraTarget]]:
     check_config(config)
     if config.get("init_lora_weights", True) not in INIT_KEEPS_BASE:
         raise WeightsRefused(
-            f"init_lora_weights={config['init_lora_weights']!r} changes the base, which the folder does not have: save it with "
-            "path_initial_model_for_weight_conversion, or give the PeftModel"
+            f"init_lora_weights={config['init_lora_weights']!r} changes the base, which the service does not have: save the "
+            "adapter with path_initial_model_for_weight_conversion, which makes it one of the original base, and give its "
+            "folder; or refresh(model.merge_and_unload()) sends whole weights"
         )
     # with an adapter on an embedding, PEFT also saves the frozen embeddings
     names = {key: key.removeprefix(PREFIX).replace(".base_layer.", ".") for key in sorted(tensors)}

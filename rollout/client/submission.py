@@ -98,7 +98,9 @@ def rest_of(group_id: str, handle: Handle) -> Group:
 def scored_group(group_id: str, prompt: TokenIds, completions: Sequence[TokenIds], sampling: Sampling | None) -> Group:
     """Make the group that scores the completions of a prompt, one child each. sampling: how they were sampled; its n, numbers
     of tokens and early ends are replaced. Raises InvalidRequest."""
-    tokens = [token_array(completion) for completion in completions]
+    if not isinstance(completions, Iterable) or isinstance(completions, str | bytes):
+        raise InvalidRequest(f"completions of a prompt are {completions!r:.40}: must be a list of lists of token ids")
+    tokens = [token_array(completion, f"completion {i}") for i, completion in enumerate(completions)]
     empty = [i for i, each in enumerate(tokens) if not len(each)]
     if not tokens or empty:
         raise InvalidRequest(
@@ -148,7 +150,7 @@ def turn_group(group_id: str, sample: Sample, prompt: TokenIds, sampling: Sampli
     """Make the group of the next turn: its prompt is `prompt`, the sample's tokens and `append`. Raises InvalidRequest."""
     if not isinstance(sample, Sample):
         raise InvalidRequest(f"sample is a {type(sample).__name__}: a turn continues one sample; give that one")
-    before, more = token_array(prompt), token_array(append)
+    before, more = token_array(prompt), token_array(append, "append")
     if sample.finish_reason == "error":
         raise InvalidRequest(f"child {sample.index} of {sample.group_id!r} failed ({sample.error}): continue another one")
     if len(before) != sample.prompt_tokens:
@@ -224,7 +226,7 @@ def _plain_partial(child: PartialSample) -> PartialSample:
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"partial sample {child.index}: {error}") from None
     arrays = {"logprobs": logprobs, "raw_logprobs": raw, "top_ids": top_ids, "top_logprobs": top, "routed_experts": routes}
-    return msgspec.structs.replace(child, token_ids=token_array(child.token_ids), **arrays)
+    return msgspec.structs.replace(child, token_ids=token_array(child.token_ids, f"partial sample {child.index}"), **arrays)
 
 
 def plain_routes(routes: np.ndarray) -> np.ndarray:
@@ -259,22 +261,23 @@ def check_sizes(submit: Submit, frames: list[Frame], limits: Limits) -> None:
         )
 
 
-def token_array(prompt: TokenIds) -> np.ndarray:
-    """Copy token ids to [prompt_tokens] int32. Raises InvalidRequest unless they are 32-bit integers in one dimension."""
+def token_array(prompt: TokenIds, what: str = "prompt") -> np.ndarray:
+    """Copy token ids to [tokens] int32. Raises InvalidRequest naming `what` for others than 32-bit integers in one
+    dimension."""
     try:
         array = np.asarray(prompt)
     except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"prompt: {error}") from None
+        raise InvalidRequest(f"{what}: {error}") from None
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.dtype.kind in "US" or isinstance(prompt, Mapping):
         raise InvalidRequest(
-            "prompt holds text where it must be integer token ids [prompt_tokens]: give one text or one conversation as the "
+            f"{what} holds text where it must be integer token ids [tokens]: give one text or one conversation as the "
             "prompt of a client's method, or tokenize first: ids = client.encode(text)"
         )
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequest(f"prompt is {array.dtype} of shape {array.shape}: must be integer token ids [prompt_tokens]")
+        raise InvalidRequest(f"{what} is {array.dtype} of shape {array.shape}: must be integer token ids [tokens]")
     low, high = int(array.min()), int(array.max())
     if low < -(2**31) or high >= 2**31:
-        raise InvalidRequest(f"prompt holds {low if low < -(2**31) else high}: must be token ids of 32 bits")
+        raise InvalidRequest(f"{what} holds {low if low < -(2**31) else high}: must be token ids of 32 bits")
     return np.array(array, np.int32)

@@ -150,6 +150,10 @@ class LiveContent:
             raise WrongBase(f"the router has no copy of tensor {name!r:.200}: send whole tensors")
         return self._tensors[name][0].dtype
 
+    def skips(self, name: str) -> bool:
+        """Return False: a router stores whatever was sent."""
+        return False
+
     def size(self, name: str) -> tuple[int, int]:
         info, piece = self._tensors[name]
         return len(piece), WIDTHS[info.dtype]

@@ -39,6 +39,8 @@ from rollout.transport.weights.shm import SegmentView
 
 MAX_REQUESTS = 1024
 """requests about one refresh that may wait for their answer"""
+OTHER_TENSORS = 2048
+"""tensors of a composite model that are not the text model's, and may be in a refresh"""
 REMEMBERED = 64
 """ended refreshes whose result is kept"""
 
@@ -333,7 +335,7 @@ class Refreshes:
         if self._open is not None:
             owner = self._open
             raise Busy(f"{_owner(owner.session)} is staging version {owner.staging.version}; try again when it is done")
-        manifest = unpack_manifest(begin.manifest, 2 * self._engine.weights.names + 64)
+        manifest = unpack_manifest(begin.manifest, most_tensors(self._engine))
         try:
             staging = self._engine.stage(update_of(begin, manifest, self._engine))
         except Exception as error:
@@ -394,8 +396,8 @@ class Refreshes:
 
     def _applied(self, push: OngoingRefresh, applied: Refreshed) -> None:
         self._last = applied
-        begin, most = push.begin, 2 * self._engine.weights.names + 64
-        manifest = unpack_manifest(begin.manifest, most)
+        begin = push.begin
+        manifest = unpack_manifest(begin.manifest, most_tensors(self._engine))
         self._applied_since.append(AppliedRefresh(applied, push.kv, begin.partial, begin.adapter is not None, manifest))
         self._export.discard()
         log_applied(applied, push.session)
@@ -450,6 +452,11 @@ def check_commit(commit: m.Commit, manifest_digest: str) -> None:
     """Raises WeightsRefused for a commit of other weights than those of its Begin."""
     if commit.digest != manifest_digest:
         raise WeightsRefused("the manifests of Commit and Begin differ: commit what was begun, or call refresh again")
+
+
+def most_tensors(engine: EngineLike) -> int:
+    """Return how many tensors a manifest may list: those of a composite model, too, with names for ties."""
+    return 2 * engine.weights.names + OTHER_TENSORS
 
 
 def log_applied(done: Refreshed, session: Session) -> None:

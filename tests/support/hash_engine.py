@@ -278,6 +278,9 @@ class HashEngine:
     def dtype(self, name: str) -> str:
         return "float32"
 
+    def skips(self, name: str) -> bool:
+        return False
+
     def size(self, name: str) -> tuple[int, int]:
         return self.tensors[name].nbytes, 4
 

@@ -17,6 +17,7 @@ Sparse deltas against a version: slime, vLLM and verl send such; this coding is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ import numpy as np
 from rollout.engine.types import Refreshed, TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WrongBase
 from rollout.transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
-from rollout.transport.weights.files import FilesPayload, Span, read_folder
+from rollout.transport.weights.files import DTYPES, FilesPayload, Span, read_folder
 from rollout.transport.weights.inline import InlinePayload, InlineSender
 from rollout.transport.weights.tensors import Tensors, digest
 
+WIDTHS = dict(DTYPES.values())
+"""bytes of an element of each dtype"""
 SLICE_BYTES = 1 << 20
 PAYS = 0.75
 """maximum size of the differences, relative to the whole tensors; above it the tensors are sent"""
@@ -59,13 +62,39 @@ class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=Tr
                 f"the differences are against version {self.version} with digest {self.digest:.12}…, live is version "
                 f"{live.version} with {live.digest:.12}…: send whole tensors"
             )
+        tensors = WithZeros(live.inventory, expected.manifest)
         for info in expected.manifest:
-            dtype = live.inventory.dtype(info.name)
+            dtype = tensors.dtype(info.name)
             if info.dtype != dtype:
                 raise WrongBase(f"tensor {info.name!r:.200} is sent as {info.dtype}, the live one is {dtype}: send that dtype")
         if not 0 <= self.size <= expected.total + len(expected.manifest) * MOST_BYTES:
             raise InvalidRequest(f"{self.size} bytes of differences for {expected.total} bytes of tensors")
-        return DeltaPayload(self.size, expected.manifest, live.inventory)
+        return DeltaPayload(self.size, expected.manifest, tensors)
+
+
+class WithZeros:
+    """Live tensors, and zeros for those that the model skips, whose sums nobody reads."""
+
+    def __init__(self, live: LiveTensors, manifest: Sequence[TensorInfo]) -> None:
+        self._live = live
+        self._skipped = {info.name: info for info in manifest if live.skips(info.name)}
+
+    def dtype(self, name: str) -> str:
+        return self._skipped[name].dtype if name in self._skipped else self._live.dtype(name)
+
+    def skips(self, name: str) -> bool:
+        return name in self._skipped
+
+    def size(self, name: str) -> tuple[int, int]:
+        if name not in self._skipped:
+            return self._live.size(name)
+        info = self._skipped[name]
+        if info.dtype not in WIDTHS:
+            raise InvalidRequest(f"tensor {name!r:.200}: dtype {info.dtype!r:.40} must be one of {', '.join(WIDTHS)}")
+        return math.prod(info.shape) * WIDTHS[info.dtype], WIDTHS[info.dtype]
+
+    def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
+        return np.zeros(size, np.uint8) if name in self._skipped else self._live.read_slice(name, start, size)
 
 
 # coding
@@ -157,22 +186,23 @@ class Delta(WeightTransport):
         def whole() -> Sender:
             return self._whole.offer_tensors(tensors, capabilities)
 
-        return self._offer(tensors.infos, arrays, tensors.manifest(map(digest, arrays)), whole)
+        return self._offer(tensors.infos, arrays, sum(map(len, arrays)), tensors.manifest(map(digest, arrays)), whole)
 
     def offer_folder(self, folder: Path) -> Sender:
         infos, arrays = open_folder(folder)
         manifest = Tensors(infos, []).manifest(map(digest, arrays))
-        return self._offer(infos, arrays, manifest, lambda: self._whole.offer_folder(folder))
+        return self._offer(infos, arrays, arrays.nbytes, manifest, lambda: self._whole.offer_folder(folder))
 
     def close(self) -> None:
         self._copies, self._sent = {}, None
 
-    def _offer(self, infos: list[TensorInfo], arrays: Sequence[np.ndarray], manifest: list[TensorInfo], whole: Any) -> Sender:
+    def _offer(
+        self, infos: list[TensorInfo], arrays: Sequence[np.ndarray], total: int, manifest: list[TensorInfo], whole: Any
+    ) -> Sender:
         """Offer differences if the service has a usable base and they are small enough. In any case the copies become the
-        offered tensors; `applied` tells whether the service has them."""
+        offered tensors; `applied` tells whether the service has them. total: their bytes."""
         sent, self._sent = self._sent, None
         keys = [(info.name, info.dtype, info.shape) for info in infos]
-        total = sum(map(len, arrays))
         if sent is None or not set(keys) <= self._copies.keys():
             reason = "delta: nothing is known to be live that this could be against" if sent is None else "delta: other tensors"
             self._copies = {key: np.array(array) for key, array in zip(keys, arrays, strict=True)}
@@ -212,6 +242,11 @@ class FolderTensors(Sequence[np.ndarray]):
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all."""
+        return sum(span.size for span in self._spans)
 
     def __len__(self) -> int:
         return len(self._spans)

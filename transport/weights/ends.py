@@ -115,6 +115,10 @@ class LiveTensors(Protocol):
     """Live tensors by their names in a manifest, see `rollout.engine.weights.inventory.Inventory`."""
 
     def dtype(self, name: str) -> str: ...
+    def skips(self, name: str) -> bool:
+        """Return whether the model skips a tensor of this name: it has none, and needs none."""
+        ...
+
     def size(self, name: str) -> tuple[int, int]:
         """Return the bytes of a tensor, and of one element."""
         ...

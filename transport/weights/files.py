@@ -23,7 +23,7 @@ from rollout.engine.paths import Checkpoint, checkpoint_of
 from rollout.engine.types import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
-from rollout.transport.weights.manifest import ENTRY_BYTES
+from rollout.transport.weights.manifest import ENTRY_BYTES, MAX_DIMENSIONS
 from rollout.transport.weights.tensors import Tensors
 
 DTYPES = {
@@ -62,7 +62,7 @@ class Entry(msgspec.Struct):
     """A tensor in a header."""
 
     dtype: str
-    shape: Annotated[list[Length], msgspec.Meta(max_length=8)]
+    shape: Annotated[list[Length], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[Length, Length]
 
 

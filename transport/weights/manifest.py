@@ -16,6 +16,8 @@ _tensors = msgspec.msgpack.Decoder(list[TensorInfo])
 _targets = msgspec.msgpack.Decoder(list[LoraTarget])
 T = TypeVar("T")
 
+MAX_DIMENSIONS = 8
+"""of a tensor; the product of more lengths than a few takes time that grows with the square of their number"""
 ENTRY_BYTES = 1024
 """most that one entry may take, on average"""
 
@@ -38,6 +40,8 @@ def unpack_manifest(data: np.ndarray, most: int) -> list[TensorInfo]:
     these, before any of it is decoded."""
     manifest = _unpack(data, most, _tensors, "manifest")
     for info in manifest:
+        if len(info.shape) > MAX_DIMENSIONS:
+            raise InvalidRequest(f"tensor {info.name!r:.200}: {len(info.shape)} dimensions; at most {MAX_DIMENSIONS}")
         if any(length < 0 for length in info.shape):
             raise InvalidRequest(f"tensor {info.name!r:.200}: a negative length in its shape")
     return manifest
