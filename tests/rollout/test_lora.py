@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from rollout.client.api import RolloutClient
-from rollout.client.lora import scaling_of
+from rollout.client.lora import read_folder, scaling_of
 from rollout.engine.engine import Engine
 from rollout.engine.types import Adapter, LoraTarget, Sampling, WeightUpdate
 from rollout.engine.weights.staging import source_of
@@ -83,14 +85,23 @@ def key(path: str, rest: str) -> dict[str, torch.Tensor]:
         ({"lora_bias": True}, None, "train without lora_bias"),
         ({"bias": "all"}, None, "bias='none'"),
         ({"trainable_token_indices": [1]}, None, "trainable_token_indices"),
-        ({"init_lora_weights": "pissa"}, None, "changes the base"),
+        ({"init_lora_weights": "pissa"}, None, "changes the base.*path_initial_model_for_weight_conversion.*merge_and_unload"),
+        ({"lora_alpha": None}, None, "lora_alpha=None in the adapter's configuration: must be a number"),
+        ({"lora_alpha": "16"}, None, "lora_alpha='16'"),
+        ({"lora_alpha": True}, None, "lora_alpha=True"),
+        ({"lora_alpha": math.inf}, None, "lora_alpha=inf"),
+        ({"use_rslora": "yes"}, None, "use_rslora='yes' in the adapter's configuration: must be true or false"),
+        ({"fan_in_fan_out": 1}, None, "fan_in_fan_out=1"),
+        ({"alpha_pattern": ["q_proj"]}, None, "alpha_pattern="),
+        ({"alpha_pattern": {"q_proj": "8"}}, None, "alpha_pattern={'q_proj': '8'} in the adapter's configuration"),
+        ({"alpha_pattern": {"(": 8}}, None, "alpha_pattern="),
         ({}, key("model.embed_tokens", "lora_embedding_A"), "model.embed_tokens: an adapter of kind embedding_A"),
         ({}, key(Q, "lora_magnitude_vector"), "kind magnitude_vector"),
         ({}, key(Q, "lora_B.bias"), "kind B.bias"),
         ({}, {f"{PREFIX}{Q}.lora_A.weight": torch.ones(4, 64)}, "A or B is missing"),
         ({}, {f"{PREFIX}{Q}.lora_B.weight": torch.ones(64, 4)}, "no targets"),
     ],
-    ids=range(11),
+    ids=range(20),
 )
 def test_what_cannot_be_merged_is_refused(served: Any, tmp_path: Path, config: Any, tensors: Any, reason: str) -> None:
     engine, client = served
@@ -116,6 +127,21 @@ def test_what_is_no_adapter(served: Any, tmp_path: Path) -> None:
         client.refresh_lora(tmp_path, base="xyz")
     with pytest.raises(InvalidRequest, match='via="files"'):
         client.refresh_lora(write(tmp_path), via="files")
+
+
+def test_the_adapter_s_file_is_not_mapped(tmp_path: Path) -> None:
+    """It may become shorter while it is sent."""
+    pairs, _ = read_folder(write(tmp_path), 1.0)
+    before = {name: tensor.clone() for name, tensor in pairs}
+    os.truncate(tmp_path / "adapter_model.safetensors", 10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pairs)
+    with pytest.raises(SourceUnreachable, match="not a readable adapter folder"):
+        read_folder(tmp_path, 1.0)
+    (tmp_path / "adapter_config.json").write_text("[1]")
+    write(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "adapter_model.safetensors", tmp_path)
+    with pytest.raises(WeightsRefused, match="adapter_config.json holds a list"):
+        read_folder(tmp_path, 1.0)
 
 
 def test_scaling_is_that_of_the_config() -> None:

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 from safetensors.torch import save_file
 
-from rollout.engine.types import Limits, manifest_digest
+from rollout.engine.types import Limits, TensorInfo, manifest_digest
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
 from rollout.transport.weights.automatic import choose
@@ -310,7 +310,10 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def header(entries: object) -> bytes:
-    text = json.dumps(entries).encode()
+    return raw_header(json.dumps(entries).encode())
+
+
+def raw_header(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(16)
 
 
@@ -327,6 +330,19 @@ BROKEN = {
     "negative lengths": header({"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}),
     "an unknown dtype": header({"a": {"dtype": "Q4", "shape": [4], "data_offsets": [0, 16]}}),
     "without offsets": header({"a": {"dtype": "F32", "shape": [4]}}),
+    "nine dimensions": header({"a": {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]}}),
+    "many dimensions": header({"a": {"dtype": "F32", "shape": [2**63 - 1] * 100_000, "data_offsets": [0, 0]}}),
+    "a length of 64 bits": header({"a": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}),
+    "an infinite length": raw_header(b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'),
+    "an infinite offset": raw_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}'),
+    "a fraction": raw_header(b'{"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}}'),
+    "a number of many digits": raw_header(
+        b'{"a": {"dtype": "F32", "shape": [' + b"9" * 50_000 + b'], "data_offsets": [0, 4]}}'
+    ),
+    "half of a surrogate pair": raw_header(b'{"\\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
+    "a surrogate in UTF-8": raw_header(b'{"\xed\xa0\x80": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
+    "a surrogate for a dtype": raw_header(b'{"a": {"dtype": "\\udfff", "shape": [1], "data_offsets": [0, 4]}}'),
+    "a header over the bound": raw_header(b'{"__metadata__": {"a": "' + b"b" * (1 << 24) + b'"}}'),
 }
 
 
@@ -335,6 +351,24 @@ def test_broken_files_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(InvalidRequest, match="a.safetensors"):
         describe_folder(tmp_path)
+
+
+def test_a_header_takes_no_time_that_grows_with_its_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape of a hundred thousand lengths is refused before they are multiplied; a manifest's, too."""
+    monkeypatch.setattr("math.prod", lambda shape: pytest.fail("multiplied"))
+    (tmp_path / "a.safetensors").write_bytes(BROKEN["many dimensions"])
+    with pytest.raises(InvalidRequest, match="length <= 8"):
+        describe_folder(tmp_path)
+    long = [TensorInfo("a", "float32", (2**62,) * 1000, "0" * 32)]
+    with pytest.raises(InvalidRequest, match="1000 dimensions; at most 8"):
+        unpack_manifest(pack_manifest(long), 100)
+
+
+def test_a_service_reads_no_more_of_headers_than_the_manifest_needs(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "a.safetensors", {"format": "x" * 100_000})
+    manifest = describe_folder(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"a header of 10\d+ bytes: at most 70656 for these tensors"):
+        open_payload(FilesOffer(str(tmp_path)), manifest, 0, SegmentView())
 
 
 def test_a_good_file_by_the_same_hand_is_read(tmp_path: Path) -> None:
