@@ -18,6 +18,7 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.latent import use_latent_kv
 from rollout.engine.forward.load import BrokenModel, end_tokens, in_one_line, load_model
 from rollout.engine.forward.recurrence import Recurrence
+from rollout.engine.forward.routes import is_experts
 from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
@@ -128,6 +129,7 @@ class Model:
         self.streamed = streamed
         self.device = module.device
         self.vocab_size, self.context = _sizes(module, config, name)
+        _avoid_grouped_products(self.module)
         asked, recurrence = _probe(self.module, config, name)
         self.asked = dict(enumerate(asked.values()))
         """attention arguments of each layer with attention, counted from 0"""
@@ -198,6 +200,18 @@ def _refuse_config(config: Any, name: str) -> None:
     for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             refuse(f"rope type {parameters['rope_type']!r}, whose frequencies depend on the longest sequence of a batch,")
+
+
+GROUPED_BYTES = 16
+"""a row of an expert's matrix must be a multiple of so many for torch's grouped product"""
+
+
+def _avoid_grouped_products(module: PreTrainedModel) -> None:
+    """Let transformers compute experts one by one where torch has no grouped product for them, such as those of 12 numbers in
+    bf16, which the parts of ranks may be."""
+    matrices = (each for part in module.modules() if is_experts(part) for each in part.parameters(recurse=False))
+    if any(each.ndim == 3 and any(size * each.element_size() % GROUPED_BYTES for size in each.shape[1:]) for each in matrices):
+        module.set_experts_implementation("eager")
 
 
 def _probe(module: PreTrainedModel, config: Any, name: str) -> tuple[dict[int, dict[str, Any]], Recurrence]:

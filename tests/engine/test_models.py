@@ -222,3 +222,12 @@ def test_weights_with_ties_and_without_their_twins_load(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BrokenModel, match=r"1 unexpected \(model.layers.0.self_attn.q_norm.weight\)"):
         load_model(str(tmp_path), torch.float32, HostMemory())
+
+
+def test_experts_that_torch_has_no_grouped_product_for() -> None:
+    """Of 12 numbers in bf16, as a rank's part of 48 is; of 16, transformers' product stays."""
+    for width, implementation in ((12, "eager"), (16, "grouped_mm")):
+        options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+        engine = tiny_engine(dtype="bfloat16", model=tiny("qwen3_moe", torch.bfloat16, **options))
+        assert engine.model.module.config._experts_implementation == implementation
+        assert all(each.finish_reason == "length" for each in run(engine, prompts((5,))).values())
