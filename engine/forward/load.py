@@ -26,7 +26,7 @@ from rollout.engine.forward.saved_parts import SavedTensors, check_codes
 from rollout.engine.forward.shapes import is_random
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.paths import INDEX, SINGLE
-from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings
+from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings, loses
 from rollout.engine.weights.staging import finite
 from rollout.engine.weights.tensors import checkpoint_tensors, dtype_name, persistent_buffers
 
@@ -105,7 +105,7 @@ def generation_configuration(folder: str | Path) -> GenerationConfig | None:
 def _widen(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast what dequantising leaves in a narrower dtype than the model's, which loses nothing."""
     for tensor in checkpoint_tensors(model)[0].values():
-        if tensor.is_floating_point() and tensor.dtype != dtype and torch.promote_types(tensor.dtype, dtype) == dtype:
+        if tensor.is_floating_point() and not loses(tensor.dtype, dtype):
             tensor.data = tensor.data.to(dtype)
 
 

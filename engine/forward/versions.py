@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 SUPPORTED: Mapping[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 11), (2, 13)),
-    "transformers": ((5, 17), (5, 23)),
+    "transformers": ((5, 17), (5, 24)),
 }
 """oldest and newest minor version; `python -m tests.support.version_ends` tests both ends"""
 

@@ -27,7 +27,10 @@ class Rounded(NamedTuple):
 
 def loses(sent: torch.dtype, kept: torch.dtype) -> bool:
     """Return whether values of a dtype may be rounded in another one."""
-    return sent.is_floating_point and kept.is_floating_point and torch.promote_types(sent, kept) != kept
+    if sent == kept or not (sent.is_floating_point and kept.is_floating_point):
+        return False
+    theirs, ours = torch.finfo(sent), torch.finfo(kept)
+    return ours.eps > theirs.eps or ours.max < theirs.max or ours.tiny > theirs.tiny
 
 
 class Roundings:

@@ -40,6 +40,8 @@ TEXT = frozenset(
      "shift_labels", "num_items_in_batch", "logits_to_keep", "per_layer_inputs", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 )  # fmt: skip
 """arguments of a forward of text that may be tensors"""
+CACHES = ("past_key_values", "cache")
+"""names of a cache among the arguments of a forward; since transformers 5.24 the second one"""
 KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 """0 for a token of text"""
 
@@ -183,7 +185,7 @@ class PassLayout:
         _refuse_all_but_text(inner, args, kwargs)
         given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         batch, length = (args[0] if given is None else given).shape[:2]
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in CACHES):
             raise ValueError("the service's attention takes whole sequences: call the model with use_cache=False")
         positions = _one_position(kwargs.get("position_ids"))
         rows = rows_of((batch, length), kwargs.get("attention_mask"), positions, self.block_size)

@@ -20,7 +20,7 @@ def test_another_version_is_refused(found: str, monkeypatch: pytest.MonkeyPatch)
         tiny_engine()
 
 
-@pytest.mark.parametrize(("torch", "transformers"), [("2.11.0+cu130", "5.17.0"), ("2.13.2", "5.23.1")])
+@pytest.mark.parametrize(("torch", "transformers"), [("2.11.0+cu130", "5.17.0"), ("2.13.2", "5.24.1")])
 def test_both_ends_are_accepted(torch: str, transformers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", {"torch": torch, "transformers": transformers}.__getitem__)
     versions.check_versions()
