@@ -30,6 +30,8 @@ from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings, lo
 from rollout.engine.weights.staging import finite
 from rollout.engine.weights.tensors import checkpoint_tensors, dtype_name, persistent_buffers
 
+ADAPTER = "adapter_config.json"
+
 
 class BrokenModel(ValueError):
     """A model folder cannot be loaded; the message names the folder and the reason."""
@@ -48,7 +50,13 @@ def load_model(folder: str, dtype: torch.dtype, memory: DeviceMemory | None) -> 
     except BrokenModel:
         raise
     except Exception as error:  # a dozen unrelated types, all for invalid models
-        raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}") from error
+        beside = "; move away adapter_config.json, which it may have loaded" if (Path(folder) / ADAPTER).is_file() else ""
+        raise BrokenModel(f"model folder {folder!r} cannot be loaded: {in_one_line(error)}{beside}") from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise BrokenModel(
+            f"model folder {folder!r}: transformers {transformers.__version__} loads the adapter of {ADAPTER}, too: move "
+            "it away, and send it with refresh_lora"
+        )
     refuse_not_finite(model, folder)
     if memory is None:
         return model
@@ -81,7 +89,7 @@ def _read(folder: str, dtype: torch.dtype) -> PreTrainedModel:
         if quantised:
             _widen(model, dtype)
         _look_at_saved(folder, model, saved, quantised)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def configuration(folder: str | Path) -> Any:
@@ -145,9 +153,8 @@ def look_at_config(folder: str) -> None:
     """Raise BrokenModel for a folder whose configuration is missing, invalid, or asks for something that is never done."""
     path = Path(folder)
     if not (path / "config.json").is_file():
-        adapter = (path / "adapter_config.json").is_file()
         fix = "pass a folder written by save_pretrained"
-        if adapter:
+        if (path / ADAPTER).is_file():
             fix = "it holds an adapter (adapter_config.json): serve its base model, and send the adapter with refresh_lora"
         raise BrokenModel(f"model folder {folder!r} has no config.json; {fix}")
     config = _json(path / "config.json", "a model's configuration")

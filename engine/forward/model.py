@@ -24,7 +24,7 @@ from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.weights.offload import OffloadedModel
 
-__all__ = ["BrokenModel", "Model", "UnsupportedModel", "load_model", "open_model"]
+__all__ = ["BrokenModel", "Model", "UnsupportedModel", "in_one_line", "load_model", "open_model"]
 
 
 class UnsupportedModel(ValueError):

@@ -59,11 +59,16 @@ def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
         )
     if hasattr(tensor, "ds_id") and not tensor.numel():
         raise InvalidWeights("ZeRO has its elements elsewhere: call refresh inside deepspeed.zero.GatheredParameters", name)
-    if isinstance(tensor, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         raise InvalidWeights(f"it is a {type(tensor).__name__}, not a plain tensor: send a state_dict() of plain ones", name)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         raise InvalidWeights(f"cannot be sent: pass a dense tensor with data, not this {type(tensor).__name__}", name)
     return TensorInfo(name, dtype_name(tensor), tuple(tensor.shape), "")
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Return whether a tensor wraps others, such as quantised ones, and has no bytes of its own."""
+    return isinstance(tensor, torch.Tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def describe(name: str, tensor: torch.Tensor) -> tuple[TensorInfo, np.ndarray]:

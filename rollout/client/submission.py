@@ -98,8 +98,6 @@ def rest_of(group_id: str, handle: Handle) -> Group:
 def scored_group(group_id: str, prompt: TokenIds, completions: Sequence[TokenIds], sampling: Sampling | None) -> Group:
     """Make the group that scores the completions of a prompt, one child each. sampling: how they were sampled; its n, numbers
     of tokens and early ends are replaced. Raises InvalidRequest."""
-    if not isinstance(completions, Iterable) or isinstance(completions, str | bytes):
-        raise InvalidRequest(f"completions of a prompt are {completions!r:.40}: must be a list of lists of token ids")
     tokens = [token_array(completion, f"completion {i}") for i, completion in enumerate(completions)]
     empty = [i for i, each in enumerate(tokens) if not len(each)]
     if not tokens or empty:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -123,7 +125,11 @@ def test_what_lies_beside_a_model_is_not_read(tmp_path: Path, ranks: int) -> Non
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         shutil.copy(tmp_path / SINGLE, tmp_path / name)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}))
-    found = load(tmp_path, ranks)
+    try:
+        found = load(tmp_path, ranks)
+    except BrokenModel as error:  # older transformers load it always
+        assert "adapter_config.json" in str(error) and Version(transformers.__version__) < Version("5.23")
+        return
     assert not [name for name, _ in found.named_parameters() if "lora" in name or "base_layer" in name]
     assert ranks > 1 or all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
     (tmp_path / "config.json").unlink()

@@ -23,7 +23,7 @@ TESTS = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
         "versions", "models", "norms", "exact", "fused", "graphs", "triton_attention", "sampler_triton", "experts_triton",
-        "recurrence_triton", "device_digests", "device_staging", "streaming", "fp8",
+        "recurrence_triton", "device_digests", "device_staging", "streaming", "fp8", "folder",
     )
 )  # fmt: skip
 """what calls functions of these packages that have changed before"""
