@@ -44,7 +44,7 @@ class Checkpoint(NamedTuple):
 
 def checkpoint_of(folder: Path) -> Checkpoint | None:
     """Return the files that hold the model of a folder: those that its index names, or the single one; None: it has neither.
-    Other safetensors beside them are not the model's. Raises AmbiguousFolder; OSError and ValueError for an invalid index."""
+    Other safetensors of the folder are not the model's. Raises AmbiguousFolder; OSError and ValueError for an invalid index."""
     single = folder / SINGLE
     if (index := folder / INDEX).is_file():
         listed = _listed(index)

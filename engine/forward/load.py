@@ -3,7 +3,7 @@
 config.json, generation_config.json     valid; the folder's own code is never run, an adapter beside the model is not its
 the files (`rollout.engine.paths`)      the index or the single file, which must not contradict each other
 from_pretrained                         transformers' names, stacked experts, dequantised weights
-the tensors                             all that the class has, no codes without scales, no NaN; what a cast rounds is said
+the tensors                             all that the class has, no codes without scales, no NaN; logs what a cast rounds
 """
 
 from __future__ import annotations

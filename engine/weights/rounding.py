@@ -11,7 +11,7 @@ import torch
 log = logging.getLogger(__name__)
 
 MEASURED = 1 << 18
-"""elements of a tensor whose change is measured. Larger ones are matrices, of which the bound is said"""
+"""elements of a tensor whose change is measured. Larger ones are matrices, of which the log has the bound"""
 LISTED = 16
 """tensors that are named"""
 

@@ -73,7 +73,7 @@ class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=Tr
 
 
 class WithZeros:
-    """Live tensors, and zeros for those that the model skips, whose sums nobody reads."""
+    """Live tensors, and zeros for those that the model skips, whose sums have no reader."""
 
     def __init__(self, live: LiveTensors, manifest: Sequence[TensorInfo]) -> None:
         self._live = live
