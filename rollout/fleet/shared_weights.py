@@ -151,7 +151,7 @@ class LiveContent:
         return self._tensors[name][0].dtype
 
     def skips(self, name: str) -> bool:
-        """Return False: a router stores whatever was sent."""
+        """Return False: a router stores all that it gets."""
         return False
 
     def size(self, name: str) -> tuple[int, int]:
