@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, get_args
 
 import msgspec
@@ -30,7 +30,7 @@ from rollout.engine.types import (
     TokenChunk,
     WeightUpdate,
 )
-from rollout.engine.vocabulary import Vocabulary
+from rollout.engine.vocabulary import NoVocabulary, Vocabulary
 from rollout.engine.weights.in_process import update_from
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging
@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self.limits = limits or Limits()
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
-        """loads the bytes of the model's tokens when the first group asks for stop strings"""
+        """loads the bytes of the model's tokens once, when they are first needed"""
         if config.tp > 1 and model is not None:
             raise ValueError(f"tp={config.tp} with a model: each rank loads its part of config.model; leave the model out")
         self.worker = worker = open_leader(config, report) if config.tp > 1 else open_worker(config, model, report)
@@ -92,6 +92,19 @@ class Engine:
     def arithmetic(self) -> str:
         """Return the name of what the model's kernels compute: see `rollout.engine.forward.arithmetic`."""
         return self.worker.kernels.arithmetic
+
+    @property
+    def configuration(self) -> str:
+        """Return the digest of what the model's forward depends on besides its weights; "": a model without a configuration."""
+        return getattr(self.model, "configuration", "")
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """Return the digest of the text in which stop strings are searched; "": there is none, and they are refused."""
+        try:
+            return self.vocabulary().digest
+        except NoVocabulary:
+            return ""
 
     @property
     def block_size(self) -> int:

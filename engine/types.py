@@ -608,6 +608,8 @@ class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
 
     index: int
     """of the child, 0 to n - 1"""
+    configuration: str = ""
+    """as in its sample; "": unknown"""
 
     def __repr__(self) -> str:
         """Describe the tokens in one line."""
@@ -616,7 +618,7 @@ class PartialSample(TokenColumns, frozen=True, kw_only=True, eq=False):
     @classmethod
     def of(cls, sample: Sample) -> PartialSample:
         """Take the tokens of a sample that ended early."""
-        return cls(index=sample.index, **sample.columns())
+        return cls(index=sample.index, configuration=sample.configuration, **sample.columns())
 
     def validate(self, sampling: Sampling, vocab_size: int) -> None:
         """Check dtypes, shapes and values. Raises ValueError naming the child and what would be accepted."""
@@ -847,6 +849,8 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
             first.
         text_end: characters of the text before that string: `tokenizer.decode(token_ids)[:text_end]`;
             docs/decisions/stop-strings.md.
+        configuration: digest of the configuration of the model that generated it (`Welcome.configuration`), which a client notes;
+            "" = unknown.
     """
 
     group_id: str
@@ -861,6 +865,7 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
     text_end: int | None = None
     prompt_routed_experts: np.ndarray | None = None
     ranks: list[int] = []
+    configuration: str = ""
 
     def __repr__(self) -> str:
         """Describe the sample in one line."""

@@ -7,12 +7,14 @@ byte-level BPE (each letter of a piece represents a byte; Radford et al., GPT-2,
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 
 class NoVocabulary(ValueError):
@@ -27,6 +29,12 @@ class Vocabulary:
 
     def __getitem__(self, token: int) -> bytes:
         return self.pieces[token] if token < len(self.pieces) else b""
+
+    @property
+    def digest(self) -> str:
+        """Return the first 20 bytes, in hex, of the SHA-256 of the bytes of each token."""
+        lengths = np.fromiter(map(len, self.pieces), "<u4", len(self.pieces))
+        return hashlib.sha256(lengths.tobytes() + b"".join(self.pieces)).digest()[:20].hex()
 
     def text(self, tokens: Iterable[int]) -> bytes:
         """Join the bytes of tokens, special ones included."""

@@ -25,7 +25,7 @@ import numpy as np
 from rollout.engine.types import FinishReason, KVPolicy, Limits, Refreshed, Routing, Sampling, Tag
 from rollout.transport.weights import Offer
 
-PROTOCOL = 4
+PROTOCOL = 5
 DIGESTS = "digests"
 """capability of both ends: Alive and Submit name a weight version together with the digest of its weights"""
 GATHERS = "gathers"
@@ -289,8 +289,12 @@ class Welcome(msgspec.Struct, frozen=True, eq=False, tag="welcome"):
     """[groups, DIGEST_BYTES] uint8: digests of the groups in Hello that the service has; the client submits the others
     again"""
     arithmetic: str = ""
-    """name/version of the arithmetic: services with equal arithmetic, block_size, weights, prompts and seeds generate equal
-    samples"""
+    """name/version of the arithmetic: services with equal arithmetic, configuration, block_size, kv_dtype, weights, prompts and
+    seeds generate equal samples"""
+    configuration: str = ""
+    """digest of what the model's forward depends on besides its weights, 40 hex digits; "": unknown"""
+    tokenizer: str = ""
+    """digest of the text of each token, in which stop strings are searched, 40 hex digits; "": the service has none"""
     block_size: int = 0
     """tokens of a KV block; 0: unknown"""
     kv_dtype: str = ""

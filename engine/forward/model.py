@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace, NoCall
 from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.configuration import configuration_digest
 from rollout.engine.forward.latent import use_latent_kv
 from rollout.engine.forward.load import BrokenModel, end_tokens, in_one_line, load_model
 from rollout.engine.forward.recurrence import Recurrence
@@ -126,6 +127,7 @@ class Model:
         _refuse_config(config, name)
         self.module = module.eval().requires_grad_(False)
         self.name = name
+        self.configuration = configuration_digest(module.config)
         self.streamed = streamed
         self.device = module.device
         self.vocab_size, self.context = _sizes(module, config, name)

@@ -19,7 +19,9 @@ from rollout.transport.messages import UNTAKEN_BYTES, Ack, Welcome
 
 ACK_ENTRY_BYTES = 16
 """bytes of an entry of Ack besides the group's id"""
-FACTS = ("model", "vocab_size", "context", "eos_token_ids")
+FACTS = (
+    "model", "vocab_size", "context", "eos_token_ids", "configuration", "tokenizer", "arithmetic", "block_size", "kv_dtype",
+)  # fmt: skip
 """fields of Welcome that do not change while a service runs"""
 
 T = TypeVar("T")

@@ -120,6 +120,8 @@ class Handle:
         """the client has asked to abort it"""
         self.cancelled_children: set[int] = set()
         """indices of children that the client has asked to abort"""
+        self.configuration = ""
+        """of the service that it was sent to (`Welcome.configuration`); "": unsent"""
         self.on_cancel: Callable[[Any, frozenset[int] | None], None] | None = None
         """called by `cancel`, set by the client"""
         self.on_change: OnChange | None = None
@@ -246,7 +248,8 @@ class Handle:
         """Return the known tokens of unfinished children: those they were submitted with and those streamed since. Also of a
         failed group; `client.continue_samples(handle)` continues from there."""
         with self._changed:
-            return self._outputs.partial_samples()
+            known = self._outputs.partial_samples()
+        return [msgspec.structs.replace(child, configuration=child.configuration or self.configuration) for child in known]
 
     def listen(self, callback: OnSample) -> None:
         """Call `callback` with each sample, and with None if the group fails: now, in this thread, for those that have arrived,
@@ -302,7 +305,7 @@ class OpenHandle(Handle):
                 self._indices.add(sample.index)
                 self._in_flight -= most
                 self._outputs.end(sample.index)
-                new.append(self._with_prompt_routes(sample))
+                new.append(self._completed(sample))
             self._samples += new
             self._ended = self._ended or len(self._samples) == self.n
             self._changed.notify_all()
@@ -310,13 +313,12 @@ class OpenHandle(Handle):
         if callback is not None and new:
             callback(self, new)
 
-    def _with_prompt_routes(self, sample: Sample) -> Sample:
-        """Give a sample the routes of its prompt: the service sends them once a group."""
+    def _completed(self, sample: Sample) -> Sample:
+        """Give a sample the routes of its prompt, which the service sends once a group, and the configuration."""
         if self._prompt_routes is None:
             self._prompt_routes = sample.prompt_routed_experts
-        if self._prompt_routes is sample.prompt_routed_experts:
-            return sample
-        return msgspec.structs.replace(sample, prompt_routed_experts=self._prompt_routes)
+        configuration = sample.configuration or self.configuration
+        return msgspec.structs.replace(sample, prompt_routed_experts=self._prompt_routes, configuration=configuration)
 
     def check(self, sample: Sample) -> None:
         """Compare a sample with the request and with its streamed tokens. Raises ValueError naming the field; repeated samples
@@ -367,6 +369,7 @@ class OpenHandle(Handle):
                 finish_reason="aborted",
                 prompt_tokens=len(self.group.prompt),
                 seed=self.group.sampling.seed or 0,
+                configuration=known[index].configuration if index in known else "",
                 **(known[index] if index in known else no_tokens()).columns(),
             )
             self.add_sample(sample)

@@ -19,6 +19,7 @@ import numpy as np
 from rollout.client.connection import split_ids
 from rollout.client.handle import OpenHandle
 from rollout.engine.types import Limits, Sample, Served
+from rollout.identity import WORDS
 from rollout.logs import logger
 from rollout.transport.checks import NOTHING, Bounds
 from rollout.transport.columns import unpack_progress
@@ -88,6 +89,8 @@ class OpenGroups:
         self._order = count()
         self.bounds = NOTHING
         """of samples of the service's model"""
+        self.configuration = ""
+        """of the service's model"""
         self.must_resync = False
         """a group failed here, and the service does not know it yet"""
         self._weights = weights
@@ -132,6 +135,7 @@ class OpenGroups:
         heappop(self._unsent)
         least = max(self._weights.live.version, handle.bounds.least_version)
         handle.bounds = self.bounds._replace(least_version=least, was_live=handle.was_live)
+        handle.configuration = self.configuration
         self.sent[handle.group_id] = handle
         self._sent_samples += handle.n
         self._sent_tokens += handle.in_flight
@@ -214,7 +218,8 @@ class OpenGroups:
         return handles
 
     def welcomed(self, welcome: Welcome) -> None:
-        """Note the bounds of the service's model."""
+        """Note the bounds of the service's model, and its configuration."""
+        self.configuration = welcome.configuration
         self.bounds = Bounds(welcome.vocab_size, frozenset(welcome.eos_token_ids), routing=welcome.routing)
 
     def digests(self) -> np.ndarray:
@@ -321,11 +326,13 @@ class PendingRequests:
         failed = []
         same = old.incarnation == new.incarnation
         self.weights.restarted(same, resubmit)
-        if not same:
+        other = next((name for name in WORDS if getattr(old, name) != getattr(new, name)), None)
+        if not same or other is not None:
             # unsent groups were never in the old one, but their caller chose it, its model and its weights
+            how = "" if other is None else f" with another {WORDS[other]}"
             failed = self.fail(
-                ServiceRestarted(f"{address} was restarted, so its open groups are lost: submit them again"),
-                groups=not resubmit,
+                ServiceRestarted(f"{address} was restarted{how}, so its open groups are lost: submit them again"),
+                groups=not resubmit or other is not None,
             )
         live, needed = new.version, self.weights.live.version
         if self.groups and live < needed:

@@ -1,34 +1,28 @@
 """Receipts: the arguments that a sample is a function of, in about a hundred bytes, with a digest of the sample.
 
-    Receipt = arithmetic, block size, dtype of KV · weights · prompt · sampling, seed · index · digest of the result
+    Receipt = configuration, arithmetic, block size, dtype of KV · weights · prompt · sampling, seed · index · result's digest
 
-A client makes them of what the service has sent; nothing is computed again. Digests are the first 20 bytes of SHA-256, so that
-no other prompt or result with the same digest can be constructed.
+A client makes them of what the service has sent; nothing is computed again. `rollout.identity` says what identifies a
+sample.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from rollout.identity import Role, drawn_by, numbered, prompt_digest, result_digest, sampling_of, short
 from rollout.client.submission import TokenIds, token_array
 from rollout.engine.types import Sample, Sampling
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.messages import Welcome
 
-FORMAT = 1
+FORMAT = 2
 """first number of a packed receipt; another meaning of a field gets another one"""
-DIGEST = 20
-"""bytes of a digest"""
-DRAWN_BY = (
-    "seed", "temperature", "max_tokens", "min_tokens", "top_k", "top_p", "min_p", "stop_token_ids", "ignore_eos", "stop",
-    "logit_bias", "allowed_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-"""fields of `Sampling` that decide tokens and log-probs. A packed receipt names them by their numbers here: append only"""
+ROLES: tuple[Role, ...] = ("draws", "truncates")
+"""fields of `Sampling` in a receipt"""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +34,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         assert Receipt.unpack(stored) == receipt
     """
 
+    configuration: str
+    """as `Welcome.configuration`"""
+    tokenizer: str
+    """as `Welcome.tokenizer` if `sampling` has stop strings, else "" """
     arithmetic: str
     """as `Welcome.arithmetic`"""
     block_size: int
@@ -63,16 +61,13 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """digest of tokens, log-probs and finish_reason, 40 hex digits"""
 
     def pack(self) -> bytes:
-        """Encode the receipt: MessagePack of its fields in order, without names, `sampling` by the numbers in DRAWN_BY. Raises
+        """Encode the receipt: MessagePack of its fields in order, without names, `sampling` by the numbers in OPTIONS. Raises
         ValueError for a digest that is not hex."""
         weights = [(version, bytes.fromhex(digest)) for version, digest in self.weights]
-        default, changed = Sampling(), {}
-        for number, name in enumerate(DRAWN_BY):
-            if (value := getattr(self.sampling, name)) != getattr(default, name):
-                changed[number] = value
         fields = (
-            FORMAT, self.arithmetic, self.block_size, self.kv_dtype, weights, self.weight_versions, self.kv_versions,
-            bytes.fromhex(self.prompt), changed, self.index, bytes.fromhex(self.result),
+            FORMAT, bytes.fromhex(self.configuration), bytes.fromhex(self.tokenizer), self.arithmetic, self.block_size,
+            self.kv_dtype, weights, self.weight_versions, self.kv_versions, bytes.fromhex(self.prompt),
+            numbered(self.sampling, ROLES), self.index, bytes.fromhex(self.result),
         )  # fmt: skip
         return msgspec.msgpack.encode(fields)
 
@@ -80,10 +75,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def unpack(cls, data: bytes) -> Receipt:
         """Decode what `pack` wrote. Raises ValueError for anything else."""
         try:
+            if (found := msgspec.msgpack.decode(data, type=_Format).format) != FORMAT:
+                raise ValueError(f"format {found} of a receipt: this version reads {FORMAT}")
             packed = msgspec.msgpack.decode(data, type=_Packed)
-            if packed.format != FORMAT or max(packed.sampling, default=0) >= len(DRAWN_BY):
-                raise ValueError(f"format {packed.format} of a receipt: this version reads {FORMAT}")
             return cls(
+                configuration=packed.configuration.hex(),
+                tokenizer=packed.tokenizer.hex(),
                 arithmetic=packed.arithmetic,
                 block_size=packed.block_size,
                 kv_dtype=packed.kv_dtype,
@@ -91,18 +88,26 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 weight_versions=packed.weight_versions,
                 kv_versions=packed.kv_versions,
                 prompt=packed.prompt.hex(),
-                sampling=Sampling(**{DRAWN_BY[number]: value for number, value in packed.sampling.items()}),
+                sampling=sampling_of(packed.sampling, ROLES),
                 index=packed.index,
                 result=packed.result.hex(),
             )
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        except (msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
             raise ValueError(f"these {len(data)} bytes are no receipt: {error}") from None
+
+
+class _Format(msgspec.Struct, frozen=True, array_like=True):
+    """The first field of a packed receipt."""
+
+    format: int
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Fields of a packed receipt."""
 
     format: int
+    configuration: bytes
+    tokenizer: bytes
     arithmetic: str
     block_size: int
     kv_dtype: str
@@ -125,8 +130,15 @@ def receipt_of(sample: Sample, prompt: TokenIds, sampling: Sampling, info: Welco
         )
     if sample.finish_reason == "scored":
         raise InvalidRequest("the tokens of this sample were given, not sampled: it has no receipt")
+    if sample.configuration not in ("", info.configuration):
+        raise InvalidRequest(
+            f"the sample is of configuration {sample.configuration} of the model, the service has {info.configuration}: ask the "
+            "client of the service that generated it"
+        )
     used = {version for _, version in sample.weight_versions} | {version for _, _, version in sample.kv_versions}
     return Receipt(
+        configuration=info.configuration,
+        tokenizer=info.tokenizer if sampling.stop else "",
         arithmetic=info.arithmetic,
         block_size=info.block_size,
         kv_dtype=info.kv_dtype,
@@ -138,30 +150,3 @@ def receipt_of(sample: Sample, prompt: TokenIds, sampling: Sampling, info: Welco
         index=sample.index,
         result=result_digest(sample),
     )
-
-
-def drawn_by(sampling: Sampling, seed: int, eos_token_ids: Collection[int]) -> Sampling:
-    """Return what of a `Sampling` decides tokens and log-probs, with the seed of the group and the model's end tokens."""
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    kept = {name: getattr(sampling, name) for name in DRAWN_BY}
-    return Sampling(**(kept | {"seed": seed, "stop_token_ids": tuple(sorted(ends)), "ignore_eos": True}))
-
-
-def prompt_digest(prompt: np.ndarray) -> str:
-    """Return the digest of [prompt_tokens] int32 token ids."""
-    return _digest(prompt.astype("<i4").tobytes())
-
-
-def result_digest(sample: Sample) -> str:
-    """Return the digest of the tokens, log-probs and finish_reason of a sample."""
-    tokens, logprobs = sample.token_ids.astype("<i4").tobytes(), sample.logprobs.astype("<f4").tobytes()
-    return _digest(len(tokens).to_bytes(8, "little") + tokens + logprobs + sample.finish_reason.encode())
-
-
-def short(digest: str) -> str:
-    """Return as much of a `manifest_digest` as a receipt has."""
-    return digest[: 2 * DIGEST]
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).digest()[:DIGEST].hex()

@@ -20,8 +20,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.client.receipts import DRAWN_BY, Receipt, prompt_digest, result_digest, short
-from rollout.client.verification import BATCH, Here
+from rollout.identity import BATCH, DRAWN_BY, WORDS, first_difference, prompt_digest, result_digest, short
+from rollout.client.receipts import Receipt
+from rollout.client.verification import Here
 from rollout.engine.types import Group, PartialSample, Refreshed, Sample, Sampling
 from rollout.transport.errors import InvalidRequest
 
@@ -421,9 +422,8 @@ class Replay:
         info, receipt = self._way.here.info, child.receipt
         if child.verdict is not None:
             return
-        for name in ("kv_dtype", "block_size", "arithmetic"):
-            if (theirs := getattr(receipt, name)) != (ours := getattr(info, name)):
-                child.unknown(f"it was sampled with {name} {theirs}, this service has {ours}")
+        if (name := first_difference(receipt, info, receipt.sampling)) is not None:
+            child.unknown(f"it was sampled with {WORDS[name]} {getattr(receipt, name)}, this service has {getattr(info, name)}")
         if BATCH in receipt.arithmetic:
             child.unknown(f"the bits of arithmetic {receipt.arithmetic} depend on the batch")
         if not self._way.pinned_s and any(stage.kv != "fresh" for stage in child.stages):

@@ -17,7 +17,7 @@ from rollout.client.handle import Handle, OnChange
 from rollout.client.link import Link
 from rollout.client.receipts import Receipt, receipt_of
 from rollout.client.replaying import TTL_S, Change, Replay, Way
-from rollout.client.submission import TokenIds, check_budget, checked, seeded, sendable, token_array
+from rollout.client.submission import TokenIds, check_budget, check_configuration, checked, seeded, sendable, token_array
 from rollout.client.verification import GroupCheck, Here
 from rollout.engine.types import Group, Limits, Sample, Sampling, Served, Tag
 from rollout.transport import messages as m
@@ -88,6 +88,7 @@ class ClientSession:
     def submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
         """Send a group. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
         serial, info, required = next(self._serials), self.info, self._required
+        check_configuration(group, info.configuration)
         group = seeded(group) if self._resubmit else group
         digest = required.digest if m.DIGESTS in info.capabilities else ""
         handle = sendable(group, serial=serial, require_version=required.version, require_digest=digest, limits=info.limits)

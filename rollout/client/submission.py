@@ -195,6 +195,18 @@ def handle_of(group: Group, submit: Submit, limits: Limits) -> OpenHandle:
     return OpenHandle(group, frames, digest(submit))
 
 
+def check_configuration(group: Group, configuration: str) -> None:
+    """Raises InvalidRequest for children whose tokens are of another configuration of the model than a service's: they would
+    continue as samples of neither."""
+    for child in () if group.score else group.partials:
+        if child.configuration not in ("", configuration):
+            raise InvalidRequest(
+                f"child {child.index} was generated with configuration {child.configuration} of the model, this service has "
+                f"{configuration}: continue it on a service with the same config.json, or submit its prompt anew",
+                group.id,
+            )
+
+
 def check_budget(handle: Handle, budget: int | None) -> None:
     """Raises LimitExceeded for a group that exceeds the client's budget alone: it could never be sent."""
     if budget is not None and handle.in_flight > budget:

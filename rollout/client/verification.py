@@ -15,17 +15,34 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.client.receipts import Receipt, drawn_by, prompt_digest, result_digest, short
+from rollout.identity import BATCH, WORDS, drawn_by, first_difference, prompt_digest, result_digest, short
+from rollout.client.receipts import Receipt
 from rollout.client.submission import TokenIds, check_scored, checked, token_array
 from rollout.engine.types import Group, PartialSample, Sample, Sampling
 from rollout.transport.checks import Bounds, check_sample
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.messages import Welcome
 
-BATCH = "/batch"
-"""in the name of an arithmetic whose bits depend on the batch"""
 COLUMNS = ("logprobs", "raw_logprobs", "top_ids", "top_logprobs", "routed_experts")
-"""arrays of a sample that are compared, in addition to its tokens"""
+"""arrays of a sample that are compared token by token, in addition to its tokens"""
+ENDS = ("stopped_by", "text_end")
+"""fields that are compared for a child that ended by itself"""
+CHECKED = {
+    "index": "its tokens are drawn with the counters of this child",
+    "seed": "its tokens are drawn with it; `check_sample` compares it with `Sampling.seed`",
+    "prompt_tokens": "`check_sample` compares it with the prompt",
+    "weight_versions": "must be those of the weights that draw it again",
+    "kv_versions": "without spans, its log-probs are of KV of the same weights; with spans, it cannot be verified",
+    "configuration": "a client notes it; a receipt of another one cannot be verified",
+    "error": "`check_sample` allows it for failed children only",
+}
+"""fields that decide what is drawn again, or are compared with the request"""
+NOT_COMPARED = {
+    "group_id": "a name",
+    "seconds": "when it ended is no function of its arguments",
+    "offloads": "what happened to its KV changes no bit",
+}
+"""fields that no verification compares, and why. All fields of a sample are in one of these tables"""
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +86,8 @@ class GroupCheck:
         sampling: of the group. Without a seed, the samples' own: then nothing proves that it was the first one that was tried.
         receipts: one for each sample; None: the samples are of this arithmetic.
         new_id: returns a new group id.
+        prompt_routes: whether each sample has the routes of its prompt, if they were requested, as a client's samples do;
+            of a service's samples one in a group has them.
 
     Raises InvalidRequest for arguments of other types, and for receipts that are not one each."""
 
@@ -80,10 +99,11 @@ class GroupCheck:
         receipts: Sequence[Receipt] | None,
         here: Here,
         new_id: Callable[[], str],
+        prompt_routes: bool = True,
     ) -> None:
         if receipts is not None and len(receipts) != len(samples):
             raise InvalidRequest(f"{len(samples)} samples, {len(receipts)} receipts: must be as many")
-        self._samples, self._here = samples, here
+        self._samples, self._here, self._prompt_routes = samples, here, prompt_routes
         self._prompt, self._sampling = token_array(prompt), checked(sampling)
         if not 0 < len(self._prompt) < here.info.context:
             raise InvalidRequest(f"prompt of {len(self._prompt)} tokens: must be 1 to {here.info.context - 1}")
@@ -102,10 +122,18 @@ class GroupCheck:
             place = self._places.get((again.group_id, again.index))
             if place is not None:
                 check_scored([again])
-                self._verdicts[place] = compare(self._samples[place], again, self._sampling, self._ends)
+                self._verdicts[place] = self._compared(self._samples[place], again)
         verdicts = [verdict for verdict in self._verdicts if verdict is not None]
         assert len(verdicts) == len(self._samples)
         return verdicts
+
+    def _compared(self, sample: Sample, again: Sample) -> Verified:
+        """Compare a sample with its tokens drawn again, and the routes of its prompt."""
+        verdict = compare(sample, again, self._sampling, self._ends)
+        theirs, ours = sample.prompt_routed_experts, again.prompt_routed_experts
+        if not verdict.ok or ours is None or (theirs is None and not self._prompt_routes):
+            return verdict
+        return _compare_prompt_routes(sample, theirs, ours)
 
     @property
     def _ends(self) -> frozenset[int]:
@@ -151,9 +179,8 @@ class GroupCheck:
         info, versions = self._here.info, {version for _, version in sample.weight_versions}
         if BATCH in info.arithmetic:
             return f"the bits of arithmetic {info.arithmetic} depend on the batch"
-        for name in ("arithmetic", "block_size", "kv_dtype") if receipt is not None else ():
-            if (theirs := getattr(receipt, name)) != (ours := getattr(info, name)):
-                return f"it was sampled with {name} {theirs}, this service has {ours}"
+        if receipt is not None and (name := first_difference(receipt, info, self._sampling)) is not None:
+            return f"it was sampled with {WORDS[name]} {getattr(receipt, name)}, this service has {getattr(info, name)}"
         if len(versions) > 1 or sample.kv_versions:
             return f"it was generated during a refresh: {sample.versions}" + ", and KV of others" * bool(sample.kv_versions)
         live = self._here.version
@@ -211,13 +238,25 @@ def _compare_ends(sample: Sample, again: Sample, stopped: bool) -> Verified:
     # a child that ended by itself in the step in which enough others had ended is cut nevertheless
     if sample.finish_reason == "stop" and not stopped:
         return _wrong(sample, "finish_reason", "none of its tokens ends the sample", expected=None, got="stop")
-    for name in ("stopped_by", "text_end") if sample.finish_reason == "stop" else ():
+    for name in ENDS if sample.finish_reason == "stop" else ():
         expected, got = getattr(again, name), getattr(sample, name)
         if expected != got:
             return _wrong(sample, name, f"{name} is {got!r}, computed again it is {expected!r}", None, expected, got)
     if sample.finish_reason == "length" and stopped:
         return _wrong(sample, "finish_reason", "its last token ends the sample", expected="stop", got="length")
     return _right(sample)
+
+
+def _compare_prompt_routes(sample: Sample, theirs: np.ndarray | None, ours: np.ndarray) -> Verified:
+    """Compare the routes of a prompt. ours: computed here."""
+    name = "prompt_routed_experts"
+    if theirs is None:
+        return _wrong(sample, name, f"{name} was requested, and is missing")
+    at = _first(ours, theirs)
+    if at == len(ours) == len(theirs):
+        return _right(sample)
+    expected, got = ours[at].tolist(), theirs[at].tolist()
+    return _wrong(sample, name, f"{name}[{at}] is {got}, computed again it is {expected}", at, expected, got)
 
 
 def _first(one: np.ndarray, other: np.ndarray) -> int:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from rollout import models
-from rollout.client.receipts import prompt_digest
+from rollout.identity import prompt_digest
 from rollout.client.replaying import Change, Reproduced
 from rollout.commands.connecting import connected
 from rollout.commands.generate import encode, read_lines

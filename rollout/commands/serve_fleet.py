@@ -18,7 +18,7 @@ import psutil
 import xxhash
 
 from rollout import models
-from rollout.client.verification import BATCH
+from rollout.identity import BATCH
 from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
 from rollout.commands.starting import listen, open_ledger

@@ -72,6 +72,7 @@ def listen(
 
     progress.begin("computing the digest of the weights")
     live_of(engine)  # computes the digest of the weights now, so that no client waits for it
+    engine.tokenizer  # reads the vocabulary now, for the same reason
     name = config.service.served_model_name or config.engine.model
     served = msgspec.structs.replace(config.service, served_model_name=name)
     return open_service(engine, served, journal=journal, ledger=ledger, tracker=tracker)

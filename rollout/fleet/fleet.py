@@ -158,6 +158,14 @@ class Fleet:
         return self.model.arithmetic
 
     @property
+    def configuration(self) -> str:
+        return self.model.configuration
+
+    @property
+    def tokenizer(self) -> str:
+        return self.model.tokenizer
+
+    @property
     def block_size(self) -> int:
         return self.model.block_size
 

@@ -46,6 +46,8 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     context: int
     eos_token_ids: tuple[int, ...]
     arithmetic: str
+    configuration: str
+    tokenizer: str
     block_size: int
     kv_dtype: str
     routing: Routing | None
@@ -54,7 +56,8 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, welcome: m.Welcome) -> ReplicaFacts:
         model = welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids
-        return cls(*model, welcome.arithmetic, welcome.block_size, welcome.kv_dtype, welcome.routing)
+        computes = welcome.arithmetic, welcome.configuration, welcome.tokenizer, welcome.block_size, welcome.kv_dtype
+        return cls(*model, *computes, welcome.routing)
 
 
 class Predecessor(NamedTuple):

@@ -175,7 +175,7 @@ class Verifier:
         assert link is not None
         here = Here(replica.welcome, version, lambda version: "")
         name = lambda: f"verify/{next(self._numbers)}"  # noqa: E731
-        check = GroupCheck([each.sample for each in held], group.prompt, group.sampling, None, here, name)
+        check = GroupCheck([each.sample for each in held], group.prompt, group.sampling, None, here, name, False)
         mine = Check(replica, held, check, sum(len(again.wanted) for again in check.groups))
         self._checks[replica].append(mine)
         for again in check.groups:

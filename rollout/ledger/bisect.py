@@ -16,17 +16,20 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from rollout.identity import COMPUTED_BY, OPTIONS, first_difference
 from rollout.client.replaying import STOPPED
 from rollout.engine.types import TensorInfo
-from rollout.ledger.reader import RecordedGroup, RecordedRefresh, RecordedRun, RecordedSample
-from rollout.ledger.records import FIELDS, mark_lengths
+from rollout.ledger.reader import RecordedGroup, RecordedRefresh, RecordedRun, RecordedSample, RecordedService
+from rollout.ledger.records import ROLES, mark_lengths
 
 Kind = Literal[
-    "arithmetic", "block size", "dtype", "model", "tensor", "lost refresh", "doubled refresh", "order of refreshes",
+    "configuration", "tokenizer", "arithmetic", "block size", "dtype", "model", "tensor", "lost refresh", "doubled refresh", "order of refreshes",
     "kv policy", "prompt", "tool answer", "sampling", "truncation", "seed", "group", "refresh at another token", "other KV",
     "token", "log-prob", "end", "shorter",
 ]  # fmt: skip
-TRUNCATION = ("top_k", "top_p", "min_p")
+KINDS: dict[str, Kind] = {"block_size": "block size", "kv_dtype": "dtype", "arithmetic": "arithmetic",
+                         "configuration": "configuration", "tokenizer": "tokenizer"}  # fmt: skip
+"""kinds of a difference in how services compute"""
 MOST_NAMES = 3
 
 
@@ -128,10 +131,11 @@ def _compare(a: RecordedRun, b: RecordedRun, counted: list[int]) -> None:
     _services(a, b)
     ones, others = _epochs(a), _epochs(b)
     places = {epoch.version: i for i, epoch in enumerate(ones)}, {epoch.version: i for i, epoch in enumerate(others)}
+    left = Unmatched.of(ones, others), Unmatched.of(others, ones)
     later: dict[int, list[Pair]] = defaultdict(list)
     for i in range(min(len(ones), len(others))):
         _weights(ones, others, i)
-        for one, other in _matched(ones, others, i):
+        for one, other in _matched(ones[i], others[i], i, left):
             _group(a, b, one, other)
             for pair in _samples(one, other):
                 later[max(i, _epoch_of(pair, places))].append(pair)
@@ -139,7 +143,8 @@ def _compare(a: RecordedRun, b: RecordedRun, counted: list[int]) -> None:
         for pair in later.pop(i, ()):
             _sample(pair, ones[i].version)
         _doubled(ones, others, i + 1)
-        _accepted_elsewhere(ones, others, i)
+        _accepted_elsewhere(ones, others, i, left)
+        _missing(ones, others, i, left)
     _ends(ones, others)
 
 
@@ -150,11 +155,10 @@ def _services(a: RecordedRun, b: RecordedRun) -> None:
             raise Different("shorter", f"{'b' if a.services else 'a'} has no records")
         return
     one, other = a.services[0], b.services[0]
-    names: list[tuple[Kind, str]] = [("arithmetic", "arithmetic"), ("block size", "block_size"), ("dtype", "kv_dtype")]
-    for kind, name in (*names, ("model", "vocab_size"), ("model", "eos_token_ids"), ("model", "context")):
+    for name in (*COMPUTED_BY, "vocab_size", "eos_token_ids", "context"):
         x, y = getattr(one, name), getattr(other, name)
         if x != y:
-            raise Different(kind, f"{name} is {x} in a, {y} in b", a=x, b=y)
+            raise Different(KINDS.get(name, "model"), f"{name} is {x} in a, {y} in b", a=x, b=y)
 
 
 def _epochs(run: RecordedRun) -> list[Epoch]:
@@ -178,19 +182,19 @@ def _epochs(run: RecordedRun) -> list[Epoch]:
             tensors = tensors | refresh.changed
             places[number, refresh.version] = len(epochs)
             epochs.append(Epoch(refresh.version, refresh.digest, refresh, tensors, []))
-    for group in _whole(run.groups):
+    for group in _whole(run.services, run.groups):
         epochs[places.get((group.service, group.version), len(epochs) - 1)].groups.append(group)
     return epochs
 
 
-def _whole(groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:
+def _whole(services: Sequence[RecordedService], groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:
     """Join the groups that a service continued after its restart with those that its predecessor had accepted."""
     whole: list[RecordedGroup] = []
     places: dict[str, int] = {}
     for group in groups:
         place = places.get(group.group_id)
         before = None if place is None else whole[place]
-        if place is not None and before is not None and group.service > before.service and _goes_on(before, group):
+        if place is not None and before is not None and _goes_on(services, before, group):
             whole[place] = msgspec.structs.replace(before, samples=before.samples | group.samples)
             continue
         places[group.group_id] = len(whole)
@@ -198,8 +202,12 @@ def _whole(groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:
     return whole
 
 
-def _goes_on(before: RecordedGroup, group: RecordedGroup) -> bool:
+def _goes_on(services: Sequence[RecordedService], before: RecordedGroup, group: RecordedGroup) -> bool:
     """Return whether a group is what was left of another one."""
+    if group.service <= before.service:
+        return False
+    if first_difference(services[before.service], services[group.service], group.sampling) is not None:
+        return False
     same = before.prompt == group.prompt and _seed(group) in (None, _seed(before)) and len(before.samples) < len(before.indices)
     return same and all(
         before.samples[i].result == group.samples[i].result for i in before.samples.keys() & group.samples.keys()
@@ -276,27 +284,47 @@ def _by_id(groups: Sequence[RecordedGroup]) -> dict[tuple[str, int], RecordedGro
     return found
 
 
-def _matched(a: list[Epoch], b: list[Epoch], i: int) -> list[tuple[RecordedGroup, RecordedGroup]]:
-    """Match the groups of an epoch: by id, or by their order if no id is in both."""
-    ones, others = _by_id(a[i].groups), _by_id(b[i].groups)
-    if common := [key for key in ones if key in others]:
-        return [(ones[key], others[key]) for key in common]
-    elsewhere = {group.group_id for epoch in b for group in epoch.groups}
-    if any(group.group_id in elsewhere for group in a[i].groups):
-        return []
-    return list(zip(a[i].groups, b[i].groups, strict=False))
+class Unmatched(NamedTuple):
+    """Groups of a run whose id the other run has less often in the same epoch, or not at all."""
+
+    groups: list[list[RecordedGroup]]
+    """of each epoch"""
+    places: dict[str, int]
+    """first epoch of each id"""
+
+    @classmethod
+    def of(cls, here: list[Epoch], there: list[Epoch]) -> Unmatched:
+        """Find them in `here`."""
+        left, places = [], dict[str, int]()
+        for i, epoch in enumerate(here):
+            known = _by_id(there[i].groups if i < len(there) else ())
+            left.append([group for key, group in _by_id(epoch.groups).items() if key not in known])
+            places |= {group.group_id: places.get(group.group_id, i) for group in left[i]}
+        return cls(left, places)
+
+    def alone(self, i: int, other: Unmatched) -> list[RecordedGroup]:
+        """Return those of an epoch that the other run has in no epoch."""
+        return [group for group in self.groups[i] if group.group_id not in other.places]
 
 
-def _accepted_elsewhere(a: list[Epoch], b: list[Epoch], i: int) -> None:
+Both = tuple[Unmatched, Unmatched]
+"""of the first run and of the second one"""
+
+
+def _matched(a: Epoch, b: Epoch, i: int, left: Both) -> list[tuple[RecordedGroup, RecordedGroup]]:
+    """Match the groups of an epoch: by id, and those whose ids the other run has nowhere by their order."""
+    ones, others = _by_id(a.groups), _by_id(b.groups)
+    by_id = [(ones[key], others[key]) for key in ones if key in others]
+    return [*by_id, *zip(left[0].alone(i, left[1]), left[1].alone(i, left[0]), strict=False)]
+
+
+def _accepted_elsewhere(a: list[Epoch], b: list[Epoch], i: int, left: Both) -> None:
     """Compare which groups were accepted under the weights of an epoch."""
-    for mine, theirs, here, there in (("b", "a", b, a), ("a", "b", a, b)):
-        known = _by_id(there[i].groups)
-        places = {group.group_id: place for place, epoch in enumerate(there) for group in epoch.groups}
-        extra = [group for key, group in _by_id(here[i].groups).items() if key not in known]
-        moved = next((group for group in extra if places.get(group.group_id, i) != i), None)
+    for mine, theirs, here, there, mine_left, theirs_left in (("b", "a", b, a, *left[::-1]), ("a", "b", a, b, *left)):
+        moved = next((group for group in mine_left.groups[i] if group.group_id in theirs_left.places), None)
         if moved is None:
             continue
-        place = places[moved.group_id]
+        place = theirs_left.places[moved.group_id]
         fields = {"step": a[i].version, "group_id": moved.group_id}
         under = there[place]
         if place > i and under.digest and under.digest not in {epoch.digest for epoch in here}:
@@ -309,9 +337,25 @@ def _accepted_elsewhere(a: list[Epoch], b: list[Epoch], i: int) -> None:
         raise Different("order of refreshes", why, **fields)
 
 
+def _missing(a: list[Epoch], b: list[Epoch], i: int, left: Both) -> None:
+    """Find a group that one run has nowhere, although both go on after this epoch."""
+    if i + 1 >= min(len(a), len(b)):
+        return  # `_ends` says which run is shorter
+    ones, others = left[0].alone(i, left[1]), left[1].alone(i, left[0])
+    for name, more, fewer in (("a", ones, others), ("b", others, ones)):
+        if len(more) > len(fewer):
+            group = more[len(fewer)]
+            why = f"group {group.group_id!r} of version {a[i].version} is only in {name}"
+            raise Different("group", why, step=a[i].version, group_id=group.group_id)
+
+
 def _group(a: RecordedRun, b: RecordedRun, one: RecordedGroup, other: RecordedGroup) -> None:
     """Compare the arguments of a group."""
     fields: dict[str, Any] = {"step": one.version, "group_id": one.group_id}
+    services = a.services[one.service], b.services[other.service]
+    if (name := first_difference(*services, one.sampling)) is not None:
+        x, y = (getattr(service, name) for service in services)
+        raise Different(KINDS[name], f"{name} is {x} in a, {y} in b", a=x, b=y, **fields)
     if one.prompt != other.prompt:
         turn = one.after is not None and one.after == other.after
         if turn and _turns_differ(a, one, b, other):
@@ -320,16 +364,18 @@ def _group(a: RecordedRun, b: RecordedRun, one: RecordedGroup, other: RecordedGr
         what = f"what follows child {one.after[1]} of {one.after[0]!r}" if turn and one.after is not None else "the prompt"
         raise Different(kind, f"{what} is another one: {one.prompt_tokens} tokens in a, {other.prompt_tokens} in b",
                         a=one.prompt, b=other.prompt, **fields)  # fmt: skip
-    names = [name for name in FIELDS if getattr(one.sampling, name) != getattr(other.sampling, name)]
+    recorded = [name for name, role in OPTIONS.items() if role in ROLES and name != "seed"]
+    names = [name for name in recorded if getattr(one.sampling, name) != getattr(other.sampling, name)]
     if names:
-        kind = "truncation" if names[0] in TRUNCATION else "sampling"
+        kind = "truncation" if OPTIONS[names[0]] == "truncates" else "sampling"
         x, y = getattr(one.sampling, names[0]), getattr(other.sampling, names[0])
         also = f"; also {', '.join(names[1:])}" if names[1:] else ""
         raise Different(kind, f"{names[0]} is {x} in a, {y} in b{also}", a=x, b=y, **fields)
     seeds = [_seed(group) for group in (one, other)]
     if seeds[0] != seeds[1] and None not in seeds:
         raise Different("seed", f"the seed is {seeds[0]} in a, {seeds[1]} in b", a=seeds[0], b=seeds[1], **fields)
-    for name, what in (("indices", "requested children"), ("given", "children that had tokens")):
+    compared = ("indices", "requested children"), ("given", "children that had tokens"), ("given_digest", "their tokens")
+    for name, what in compared:
         x, y = getattr(one, name), getattr(other, name)
         if x != y:
             raise Different("group", f"{what}: {x} in a, {y} in b", a=x, b=y, **fields)

@@ -1,6 +1,6 @@
 """The file of a ledger: a header, then frames whose digests form a chain.
 
-    header    rollout ledger 1\\n
+    header    rollout ledger 2\\n
     frame     length (4 bytes, little-endian)   payload   digest (8 bytes): BLAKE2b of the digest before and the payload
 
 A frame that is left out, exchanged or changed breaks the chain. So the digest of the last frame names the whole file. The chain
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from rollout.config import InputError
 
-HEADER = b"rollout ledger 1\n"
+HEADER = b"rollout ledger 2\n"
 """the number is the version of the format: another meaning of a record gets another one"""
 NAME = b"rollout ledger "
 LENGTH, DIGEST = 4, 8

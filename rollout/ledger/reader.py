@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from rollout.client.receipts import Receipt, drawn_by, short
+from rollout.identity import drawn_by, sampling_of, short
+from rollout.client.receipts import Receipt
 from rollout.config import InputError
 from rollout.engine.types import Sampling, TensorInfo
 from rollout.ledger import records as r
@@ -34,6 +35,10 @@ class RecordedService(msgspec.Struct, kw_only=True):
     vocab_size: int
     context: int
     eos_token_ids: tuple[int, ...]
+    configuration: str
+    """digest of what the model's forward depends on besides its weights"""
+    tokenizer: str
+    """digest of the text in which stop strings are searched; "": there is none"""
     model: str
     version: int
     """of the weights that it started with"""
@@ -84,6 +89,8 @@ class RecordedGroup(msgspec.Struct, kw_only=True):
     """(group id, index) of the child that its prompt continues"""
     given: dict[int, int]
     """number of tokens that children had when it was accepted, by index"""
+    given_digest: str
+    """digest of these tokens, and of all else that they bring into the samples; "": none had any"""
     samples: dict[int, RecordedSample] = {}
     """samples that its client got, by index"""
 
@@ -161,6 +168,8 @@ class RecordedRun:
         service, digests = self.services[group.service], self.weights(group.service)
         used = {version for _, version in sample.weight_versions} | {version for *_, version in sample.kv_versions}
         return Receipt(
+            configuration=service.configuration,
+            tokenizer=service.tokenizer if group.sampling.stop else "",
             arithmetic=service.arithmetic,
             block_size=service.block_size,
             kv_dtype=service.kv_dtype,
@@ -277,8 +286,9 @@ class _Tables:
             return
         self._groups = {}
         fields = {name: getattr(record, name) for name in record.__struct_fields__}
-        weights, _ = fields.pop("weights"), fields.pop("goes_on")
-        self.run.services.append(RecordedService(digest=weights.hex(), **fields))
+        del fields["goes_on"]
+        digests = {name: fields.pop(name).hex() for name in ("configuration", "tokenizer")}
+        self.run.services.append(RecordedService(digest=fields.pop("weights").hex(), **digests, **fields))
 
     def _weights(self, record: r.WeightsLive) -> None:
         changed, size = {}, r.TENSOR_DIGEST
@@ -310,7 +320,7 @@ class _Tables:
     def _group(self, record: r.GroupOpened) -> None:
         if record.number in self._groups:
             return  # written once more, for its samples
-        sampling = r.sampling_of(self._hows[record.how], record.seed)
+        sampling = sampling_of(self._hows[record.how], r.ROLES, seed=record.seed)
         group = self._groups[record.number] = RecordedGroup(
             service=len(self.run.services) - 1,
             number=record.number,
@@ -323,6 +333,7 @@ class _Tables:
             indices=tuple(range(sampling.n)) if record.indices is None else record.indices,
             after=record.after,
             given=dict(record.given),
+            given_digest=record.given_digest.hex(),
         )
         self.run.groups.append(group)
 

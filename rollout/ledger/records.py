@@ -13,17 +13,14 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from rollout.identity import Role, numbered
 from rollout.engine.types import FinishReason, KVPolicy, Sample, Sampling
 
 REASONS: tuple[str, ...] = get_args(FinishReason)
 """finish reasons, by the number in a record: append only"""
 POLICIES: tuple[str, ...] = get_args(KVPolicy)
-FIELDS = (
-    "temperature", "max_tokens", "min_tokens", "top_k", "top_p", "min_p", "stop_token_ids", "ignore_eos", "stop", "logit_bias",
-    "allowed_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "n", "max_kv_lag", "max_version_lag",
-    "finish_after", "min_len_to_cut", "deadline_s", "raw_logprobs", "top_logprobs", "routed_experts",
-)  # fmt: skip
-"""fields of `Sampling` in a record, by their numbers: append only. The seed is the group's; the others decide no sample"""
+ROLES: tuple[Role, ...] = ("draws", "truncates", "ends", "returns")
+"""fields of `Sampling` in a record, without the seed, which is the group's; the others decide no sample"""
 TENSOR_DIGEST, TOKEN_DIGEST, MARK = 8, 4, 2
 """bytes of the digest of a tensor, of a sample's tokens, and of each of its marks"""
 
@@ -47,6 +44,10 @@ class Started(Record, tag=0, frozen=True):
     version: int
     weights: bytes
     """`manifest_digest` of the live weights; empty: unknown"""
+    configuration: bytes = b""
+    """as `Welcome.configuration`"""
+    tokenizer: bytes = b""
+    """as `Welcome.tokenizer`"""
     goes_on: bool = False
     """the service is the one before: the file was full, or could not be written for a while"""
 
@@ -85,7 +86,7 @@ class HowSampled(Record, tag=3, frozen=True):
 
     number: int
     fields: dict[int, Any]
-    """by their numbers in FIELDS; those with their defaults are left out"""
+    """by their places in `rollout.identity.OPTIONS`; those with their defaults are left out"""
 
 
 class PromptTokens(Record, tag=4, frozen=True):
@@ -117,6 +118,8 @@ class GroupOpened(Record, tag=5, frozen=True):
     """the child that its prompt continues"""
     given: tuple[tuple[int, int], ...] = ()
     """(index, tokens) of children that had tokens"""
+    given_digest: bytes = b""
+    """of these tokens, and of all else that they bring into the samples"""
 
 
 class SampleEnded(Record, tag=6, frozen=True):
@@ -176,14 +179,7 @@ def encode(record: Record) -> bytes:
 
 def fields_of(sampling: Sampling) -> dict[int, Any]:
     """Return the fields of sampling options for a record."""
-    default = Sampling()
-    values = ((number, getattr(sampling, name), getattr(default, name)) for number, name in enumerate(FIELDS))
-    return {number: value for number, value, usual in values if value != usual}
-
-
-def sampling_of(fields: dict[int, Any], seed: int | None) -> Sampling:
-    """Return the sampling options of a record. Raises ValueError, TypeError for impossible ones."""
-    return Sampling(seed=seed, **{FIELDS[number]: value for number, value in fields.items()})
+    return numbered(msgspec.structs.replace(sampling, seed=None), ROLES)
 
 
 def flat(spans: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

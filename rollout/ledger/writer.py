@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.client.receipts import prompt_digest, result_digest
+from rollout.identity import given_digest, prompt_digest, result_digest
 from rollout.config import InputError
 from rollout.engine.types import Group, Sample, Sampling, Served, TensorInfo
 from rollout.ledger import records as r
@@ -200,6 +200,7 @@ class LedgerWriter(Ledger):
             at=time.time(), arithmetic=engine.arithmetic, block_size=engine.block_size, kv_dtype=engine.kv_dtype,
             vocab_size=engine.vocab_size, context=engine.context, eos_token_ids=tuple(sorted(engine.model.eos_token_ids)),
             model=engine.model.name, version=live.version, weights=bytes.fromhex(hex_of(live)),
+            configuration=bytes.fromhex(engine.configuration), tokenizer=bytes.fromhex(engine.tokenizer),
         )  # fmt: skip
         self._pending.append(self._about)
         if isinstance(engine.weights, HasDigests):
@@ -217,6 +218,7 @@ class LedgerWriter(Ledger):
             number=self._groups, group_id=name.group_id, client=name.client, version=version,
             prompt=bytes.fromhex(prompt_digest(group.prompt)), prompt_tokens=len(group.prompt), how=0,
             seed=group.sampling.seed, indices=group.indices, after=name.after, given=given,
+            given_digest=bytes.fromhex(given_digest(group.partials)),
         )  # fmt: skip
         prompt = group.prompt if self._prompts else None
         self._open[group.id] = UnfinishedGroup(opened, group.sampling, prompt, set(group.wanted))

@@ -118,6 +118,8 @@ class Meta(msgspec.Struct, frozen=True):
     weights: int
     digest: str
     starts: int
+    computes: str = "{}"
+    """JSON: how the service computes, by the names of Welcome; {}: unknown, of a file that was written before there was this"""
 
 
 class GroupRow(NamedTuple):
@@ -212,10 +214,24 @@ class Journal(Persistence):
             raise InputError(f"journal {self._path} is for the model {meta.model}, the service has {model}: name another file")
         self.incarnation = meta.incarnation
         self.starts = meta.starts + 1
+        self._computes = meta.computes
         self.weights = Served(meta.weights, meta.digest)
         """the newest weights that were live"""
         db.execute("UPDATE meta SET value = ? WHERE name = 'starts'", (self.starts,))
         db.execute(BANS)
+
+    def continued_by(self, computes: dict[str, str | int]) -> None:
+        """Note how the service computes, by the names of Welcome. Raises InputError if groups are open that began otherwise:
+        some of their samples would be of another function than the others."""
+        before = msgspec.json.decode(self._computes, type=dict[str, str | int])
+        other = next((name for name, value in computes.items() if before.get(name, value) != value), None)
+        if other is not None and self._db.execute("SELECT count(*) FROM groups").fetchone()[0]:
+            raise InputError(
+                f"journal {self._path} has groups of a service with {other} {before[other]}, this one has {computes[other]}: "
+                f"start it as before, or {WAY_OUT}"
+            )
+        text = msgspec.json.encode(computes).decode()
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES('computes', ?)", (text,))
 
     # write
 

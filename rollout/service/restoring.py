@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from rollout.engine.types import FinishReason, Group, Limits, Sample
+from rollout.identity import WORDS
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.engine_groups import EngineGroups, ParkedGroup
@@ -31,7 +32,9 @@ UNLIMITED = Limits(max_header_bytes=1 << 40, max_frame_bytes=1 << 40, max_frames
 
 def restore(journal: Journal, sessions: Sessions, running: EngineGroups, engine: EngineLike) -> None:
     """Restore sessions and groups; versions continue from the journal's. A group that the present configuration refuses is
-    dropped: its client submits it again and gets the reason. Raises InputError for a damaged journal."""
+    dropped: its client submits it again and gets the reason. Raises InputError for a damaged journal, and for
+    one whose groups another model or arithmetic began."""
+    journal.continued_by({name: getattr(engine, name) for name in WORDS})
     engine.weights.before = journal.weights
     for session in journal.sessions():
         sessions.restore(session)

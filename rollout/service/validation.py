@@ -126,6 +126,8 @@ def welcome(
         limits=engine.limits,
         capabilities=(m.DIGESTS, *capabilities(engine.model.device)),
         arithmetic=engine.arithmetic,
+        configuration=engine.configuration,
+        tokenizer=engine.tokenizer,
         block_size=engine.block_size,
         kv_dtype=engine.kv_dtype,
         starts=starts,

@@ -17,7 +17,7 @@ import zmq
 
 from rollout.client.api import RolloutClient
 from rollout.client.lora import digest_of_tensors
-from rollout.client.receipts import result_digest
+from rollout.identity import result_digest
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group as EngineGroup
 from rollout.engine.types import Mode, Sample, Sampling

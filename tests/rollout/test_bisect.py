@@ -17,7 +17,7 @@ from rollout.client.api import RolloutClient
 from rollout.engine.types import Sampling
 from rollout.ledger.bisect import Difference, bisect, different_samples, first_other_token
 from rollout.ledger.writer import LedgerWriter
-from tests.support.cache import tensors_of
+from tests.support.hash_engine import tensors_of
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import ROOM, WAIT, recorded
 from tests.support.tiny import tiny_engine

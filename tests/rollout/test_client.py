@@ -384,7 +384,7 @@ def test_another_protocol_version(monkeypatch: pytest.MonkeyPatch) -> None:
         service: Service = connect.service  # type: ignore[attr-defined]
         welcomed = service._hello
         monkeypatch.setattr(service, "_hello", lambda peer, hello: welcomed(peer, msgspec.structs.replace(hello, protocol=1)))
-        with pytest.raises(e.VersionMismatch, match="the client has protocol 1, the service 4: install the same version"):
+        with pytest.raises(e.VersionMismatch, match="the client has protocol 1, the service 5: install the same version"):
             connect()
 
 

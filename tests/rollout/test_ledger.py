@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rollout import ledger
+from rollout import identity
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
 from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
@@ -22,7 +23,7 @@ from rollout.ledger import records
 from rollout.ledger.frames import HEADER, DamagedLedger, frames
 from rollout.ledger.writer import LedgerWriter
 from rollout.service.recording import AcceptedAs, AppliedRefresh
-from tests.support.cache import tensors_of
+from tests.support.hash_engine import tensors_of
 from tests.support.fleet import fleet_of, router_of
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import ROOM, WAIT, asked, recorded, trained
@@ -251,10 +252,10 @@ def test_frames_that_are_exchanged_or_left_out_are_seen(path: Path) -> None:
                 ledger.read(path)
 
 
-@pytest.mark.parametrize("content", [b"x", b"rollout ledger 2\n....", b"PK\x03\x04" * 9, b"\0" * 100])
+@pytest.mark.parametrize("content", [b"x", b"rollout ledger 1\n....", b"PK\x03\x04" * 9, b"\0" * 100])
 def test_other_files_are_refused_and_left_alone(content: bytes, path: Path) -> None:
     path.write_bytes(content)
-    with pytest.raises(DamagedLedger, match="no ledger|version 2: this rollout reads 1"):
+    with pytest.raises(DamagedLedger, match="no ledger|version 1: this rollout reads 2"):
         ledger.read(path)
     with pytest.raises(InputError, match="move it away to begin a new one"):
         LedgerWriter(str(path), ROOM)
@@ -402,5 +403,5 @@ def test_records_are_as_short_as_can_be() -> None:
         assert records.decode(records.encode(record)) == record
     assert len(records.encode(records.Stopped())) == 2
     default = records.fields_of(Sampling())
-    assert default == {} and records.sampling_of({}, 3) == Sampling(seed=3)
-    assert {*records.FIELDS} | {"seed", "priority", "stream_every", "kv_ttl_s"} == {*Sampling.__struct_fields__}
+    assert default == {} and identity.sampling_of({}, records.ROLES, seed=3) == Sampling(seed=3)
+    assert {*identity.OPTIONS} == {*Sampling.__struct_fields__}, "each field says what it decides"

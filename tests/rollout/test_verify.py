@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rollout.bench import forgeries
+from rollout import identity
 from rollout.client import AsyncRolloutClient, Receipt, RolloutClient, Verified, receipts, verification
 from rollout.engine.engine import Engine
 from rollout.engine.forward import sampling as sampler
@@ -254,7 +255,9 @@ def test_other_weights_are_no_lie(module: Any) -> None:
         assert verdict.ok is None and "other weights as version 4" in verdict.why
 
 
-@pytest.mark.parametrize(("field", "value"), [("arithmetic", "amx/1"), ("block_size", 32), ("kv_dtype", "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("configuration", "00" * 20), ("arithmetic", "amx/1"), ("block_size", 32), ("kv_dtype", "fp8_e4m3")]
+)
 def test_another_arithmetic_is_no_lie(client: RolloutClient, field: str, value: object) -> None:
     (samples,) = generated(client, PLAIN)
     elsewhere = [msgspec.structs.replace(client.receipt(each, PROMPT, PLAIN), **{field: value}) for each in samples]
@@ -295,16 +298,16 @@ def test_a_receipt_has_every_argument(client: RolloutClient) -> None:
     sampling = SAMPLINGS["own ends"]
     (samples,) = generated(client, sampling)
     receipt = client.receipt(samples[0], PROMPT, sampling)
-    assert Receipt.unpack(receipt.pack()) == receipt and 90 <= len(receipt.pack()) <= 150
+    assert Receipt.unpack(receipt.pack()) == receipt and 110 <= len(receipt.pack()) <= 170
     plain = generated(client, PLAIN)[0][0]
-    assert len(client.receipt(plain, PROMPT, PLAIN).pack()) <= 120
+    assert len(client.receipt(plain, PROMPT, PLAIN).pack()) <= 142
     assert (receipt.arithmetic, receipt.block_size, receipt.kv_dtype) == (client.info.arithmetic, 8, "float32")
     changed: dict[str, object] = {
         "seed": 1, "temperature": 0.5, "max_tokens": 20, "min_tokens": 1, "top_k": 1, "top_p": 0.5, "min_p": 0.1,
         "stop_token_ids": (77,), "ignore_eos": False, "stop": ("a",), "logit_bias": {3: 1.0}, "allowed_token_ids": (3,),
         "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
     }  # fmt: skip
-    assert tuple(changed) == receipts.DRAWN_BY
+    assert tuple(changed) == identity.DRAWN_BY
     service_only = {
         "n": 5, "raw_logprobs": True, "max_kv_lag": 1, "max_version_lag": 1, "finish_after": 1, "min_len_to_cut": 0,
         "deadline_s": 1.0, "priority": 1, "stream_every": 1, "top_logprobs": 1, "kv_ttl_s": 1.0,

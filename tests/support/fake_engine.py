@@ -57,6 +57,7 @@ class FakeEngine:
         self.context = context
         self.version = 3
         self.arithmetic, self.block_size, self.kv_dtype = "fake/1", 16, "float32"
+        self.configuration, self.tokenizer = "c1" * 20, "71" * 20
         self.routing: Routing | None = None
         self.routed: set[str] = set()
         """groups whose prompt's routes were returned"""

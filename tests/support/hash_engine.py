@@ -45,6 +45,13 @@ def weights_of(version: int) -> Weights:
     return {f"w{i}": np.full(ROWS, 100.0 * version + i, np.float32) for i in range(TENSORS)}
 
 
+def tensors_of(version: int) -> dict[str, Any]:
+    """Return the weights of a version as a trainer sends them."""
+    import torch
+
+    return {name: torch.from_numpy(values) for name, values in weights_of(version).items()}
+
+
 def manifest_of(weights: Weights) -> list[TensorInfo]:
     return [TensorInfo(name, "float32", (len(w),), xxhash.xxh3_128_hexdigest(w.tobytes())) for name, w in weights.items()]
 
@@ -137,6 +144,7 @@ class HashEngine:
         self.limits = Limits()
         self.vocab_size, self.context, self.version = VOCAB, 100_000, 0
         self.arithmetic, self.block_size, self.kv_dtype = "hash/1", 16, "float32"
+        self.configuration, self.tokenizer = "c0" * 20, "70" * 20
         self.routing: Routing | None = None
         self.model = SimpleNamespace(name="hash", eos_token_ids=frozenset(), device=None)
         self.step_s, self.fault, self.max_num_seqs = step_s, fault, max_num_seqs

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.client.receipts import result_digest
+from rollout.identity import result_digest
 from rollout.client.submission import scored_group
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group as EngineGroup
