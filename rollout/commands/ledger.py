@@ -59,7 +59,7 @@ def summary(run: ledger.RecordedRun, path: str) -> list[str]:
         refreshes = counted(lost.refreshes, "refresh", "refreshes")
         lines.append(f"missing: {counted(lost.samples, 'sample')} and {refreshes}: {lost.why}")
     if run.torn_bytes:
-        lines.append(f"torn: the last {counted(run.torn_bytes, 'byte')} are the beginning of a record")
+        lines.append(f"torn: the last {counted(run.torn_bytes, 'byte')} are the incomplete end of a service that was killed")
     return lines
 
 

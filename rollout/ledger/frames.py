@@ -18,6 +18,8 @@ from rollout.config import InputError
 HEADER = b"rollout ledger 2\n"
 """the number is the version of the format: another meaning of a record gets another one"""
 NAME = b"rollout ledger "
+CHUNK = 1 << 16
+"""bytes that are searched at once"""
 LENGTH, DIGEST = 4, 8
 """bytes"""
 MOST_BYTES = 1 << 30
@@ -57,8 +59,8 @@ def linked(before: bytes, payload: bytes | memoryview) -> bytes:
 
 
 def frames(data: memoryview) -> Iterator[Frame]:
-    """Yield the frames of a file up to its end or to a torn one: the beginning of a frame whose end was never written. Raises
-    DamagedLedger where anything else is wrong."""
+    """Yield the frames of a file up to its end or to a torn one: the beginning of a frame whose end was never written, or is
+    zeros, which a file system may leave when the machine crashes. Raises DamagedLedger where anything else is wrong."""
     at, digest = header_of(data), START
     while (frame := _frame(data, at, digest)) is not None:
         yield frame
@@ -94,12 +96,26 @@ def _end(data: memoryview, at: int) -> int:
     return at + LENGTH + length + DIGEST if at + LENGTH <= len(data) and length <= MOST_BYTES else len(data) + 1
 
 
+def _before_zeros(data: memoryview, at: int) -> int:
+    """Return where the zeros at the end of a file begin, at a byte or behind it; the end of the file if they are as few as a
+    digest may have."""
+    end = len(data)
+    while end > at:
+        start = max(at, end - CHUNK)
+        left = bytes(data[start:end]).rstrip(b"\0")
+        end = start + len(left)
+        if left:
+            break
+    return end if len(data) - end >= DIGEST else len(data)
+
+
 def _torn(data: memoryview, at: int) -> bool:
     """Return whether the bytes from here on are the beginning of a frame, and no valid one follows: otherwise its length was
     changed, and cutting it would lose what follows."""
     if not at:
         return True
-    if _end(data, at) <= len(data):
+    end = _before_zeros(data, at)
+    if end > at and _end(data, at) <= end:
         return False
-    later = range(at + LENGTH + DIGEST, len(data) - LENGTH - DIGEST + 1)
+    later = range(at + LENGTH + DIGEST, end - LENGTH - DIGEST + 1)
     return not any(_frame(data, start, bytes(data[start - DIGEST : start])) for start in later)

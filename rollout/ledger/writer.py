@@ -13,23 +13,26 @@ each second the writer tries again, and then writes how many were lost, and all 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rollout.identity import given_digest, prompt_digest, result_digest
 from rollout.config import InputError
 from rollout.engine.types import Group, Sample, Sampling, Served, TensorInfo
+from rollout.identity import given_digest, prompt_digest, result_digest
 from rollout.ledger import records as r
-from rollout.ledger.frames import HEADER, Chain, DamagedLedger, frames
+from rollout.ledger.frames import HEADER, NAME, Chain, DamagedLedger, frames
 from rollout.logs import logger
+from rollout.own_files import check_if_there, open_own
 from rollout.service.engine_api import EngineLike, HasDigests, live_of
 from rollout.service.recording import AcceptedAs, AppliedRefresh, Ledger
 
@@ -41,21 +44,29 @@ log = logger(__name__)
 
 
 class LedgerFile:
-    """The file: appends frames, and keeps it whole. Raises InputError for a file that is no ledger, is damaged or in use."""
+    """The file: appends frames, and keeps it whole. FILE.new and FILE.1 are used when it is full.
+
+    Raises InputError for a file that is no ledger, is damaged, is in use, or is not this user's alone, and for a FILE.new or
+    FILE.1 that is no ledger of this user."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.cut = 0
-        """bytes of a torn frame that were cut when the file was opened"""
+        """bytes of an incomplete end that were cut when the file was opened"""
         self._torn = False
         """whether a frame of a failed write may be in the file"""
         try:
             self._file = self._opened(path)
-            self.size, self._chain = self._whole()
+            try:
+                self._clear()
+                self.size, self._chain = self._whole()
+            except BaseException:
+                os.close(self._file)
+                raise
         except OSError as error:
             raise InputError(f"ledger {path}: {error.strerror}") from None
         if self.cut:
-            log.warning("ledger cut path=%s bytes=%d: the last frame was torn", path, self.cut)
+            log.warning("ledger cut path=%s bytes=%d: they are the incomplete end of a service that was killed", path, self.cut)
 
     def append(self, payloads: Iterable[bytes]) -> int:
         """Write frames at the end, all or none. Returns their bytes. Raises OSError."""
@@ -74,8 +85,11 @@ class LedgerFile:
 
     def replace(self) -> None:
         """Rename the file to FILE.1 and begin a new one. Raises OSError."""
-        new = self._opened(f"{self.path}.new")
-        os.ftruncate(new, 0)
+        try:
+            self._clear()
+            new = self._opened(f"{self.path}.new", os.O_EXCL)
+        except InputError as error:  # another file was put there after the start
+            raise OSError(errno.EEXIST, str(error)) from None
         os.rename(self.path, f"{self.path}.1")
         os.rename(f"{self.path}.new", self.path)
         os.close(self._file)
@@ -88,8 +102,20 @@ class LedgerFile:
         finally:
             os.close(self._file)
 
-    def _opened(self, path: str) -> int:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def _clear(self) -> None:
+        """Check that FILE.1 is a ledger, which a new one replaces, and delete a FILE.new that a killed service has left. Raises
+        InputError for other files, OSError."""
+        for path in (f"{self.path}.1", f"{self.path}.new"):
+            check_if_there(path, "ledger")
+            if os.path.lexists(path) and not _is_ledger(path):
+                raise InputError(
+                    f"ledger {self.path}: {path} is no ledger, and its name is needed when the file is full; move it away"
+                )
+        with suppress(FileNotFoundError):
+            os.unlink(f"{self.path}.new")
+
+    def _opened(self, path: str, flags: int = 0) -> int:
+        file = open_own(path, "ledger", os.O_APPEND | flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -109,12 +135,17 @@ class LedgerFile:
                     end, digest = frame.end, frame.digest
                     frame.payload.release()
         except DamagedLedger as error:
-            os.close(self._file)
             raise InputError(f"ledger {self.path}: {error}; move it away to begin a new one") from None
         if end < size:
             os.ftruncate(self._file, end)
         self.cut = size - end
         return end, Chain(digest)
+
+
+def _is_ledger(path: str) -> bool:
+    """Return whether a file begins as a ledger does, or is empty. Raises OSError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return NAME.startswith(file.read(len(NAME)) or NAME)
 
 
 class KnownNumbers:

@@ -31,10 +31,13 @@ import msgspec
 from rollout.config import InputError
 from rollout.engine.types import FinishReason, Served
 from rollout.logs import logger
+from rollout.own_files import check_if_there, open_own
 from rollout.transport.errors import RolloutError
 from rollout.transport.frames import Frame
 
 FILE_VERSION = 3
+SQLITE_FILES = ("-wal", "-shm", "-journal")
+"""endings of the files that SQLite makes beside a database, with its mode"""
 
 TABLES = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value);
@@ -171,7 +174,8 @@ class Journal(Persistence):
         checkpoint_s: seconds between two checkpoints of the log.
         clock: seconds since 1970, for the age of groups.
 
-    Raises InputError for a file that is no journal, is damaged, has another version or model, or is in use."""
+    Raises InputError for a file that is no journal, is damaged, has another version or model, or is in use, or is not this
+    user's alone."""
 
     lasting = True
 
@@ -185,7 +189,9 @@ class Journal(Persistence):
         self._thread: threading.Thread | None = None
         self._lock: int | None = _locked(path)
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts are private to this user
+            os.close(open_own(path, "journal"))  # prompts are private to this user
+            for beside in SQLITE_FILES:
+                check_if_there(path + beside, "journal")
             self._db = _connect(path)
             self._open(model)
         except (OSError, sqlite3.Error) as error:
@@ -377,7 +383,7 @@ def _locked(path: str) -> int:
     """Lock the journal until this process ends. The lock is on a second file, because a process that closes any descriptor of a
     file loses SQLite's locks on that file. Raises InputError."""
     try:
-        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_own(f"{path}.lock", "journal")
     except OSError as error:
         raise InputError(f"journal {path}: {error.strerror}") from None
     try:

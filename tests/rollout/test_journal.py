@@ -426,6 +426,7 @@ def test_files_that_are_no_journal_of_ours(lives: Lives, tmp_path: Path) -> None
     with pytest.raises(InputError, match="has version 9: this rollout writes 3"):
         Journal(str(lives.path), "seeded")
     (tmp_path / "text").write_text("not a database at all, but long enough to be looked at" * 10)
+    (tmp_path / "text").chmod(0o600)
     with pytest.raises(InputError, match="file is not a database"):
         Journal(str(tmp_path / "text"), "seeded")
     with pytest.raises(InputError, match="No such file or directory"):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,30 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout import ledger
-from rollout import identity
+from rollout import identity, ledger
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
 from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger import records
 from rollout.ledger.frames import HEADER, DamagedLedger, frames
 from rollout.ledger.writer import LedgerWriter
+from rollout.service.journal import Journal
 from rollout.service.recording import AcceptedAs, AppliedRefresh
-from tests.support.hash_engine import tensors_of
 from tests.support.fleet import fleet_of, router_of
-from tests.support.hash_engine import HashEngine
+from tests.support.hash_engine import HashEngine, tensors_of
 from tests.support.ledgers import ROOM, WAIT, asked, recorded, trained
 from tests.support.waiting import until
 from tests.support.wire import serving
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def files_of_this_user() -> Iterator[None]:
+    """Files that a test writes are private, as a service's."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -291,6 +299,98 @@ def test_a_full_file_is_followed_by_another_one(path: Path) -> None:
     numbers = [group.number for group in (*old.groups, *new.groups) if group.group_id != "long"]
     assert numbers[-1] == 41 and numbers == sorted(numbers)
     assert all(group.sampling.temperature == 0.5 for group in new.groups[1:])
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 8, b"\0" * 12, b"\0" * 5000, b"\0" * 200_000])
+@pytest.mark.parametrize("begun", [0, 1, 5, 13])
+def test_zeros_at_the_end_are_an_incomplete_end(tail: bytes, begun: int, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After a crash of the machine, a file system may have the size of a file and not its last bytes."""
+    data = small(path)
+    ends = [len(HEADER), *(frame.end for frame in frames(memoryview(data)))]
+    whole, last = data[: ends[-2]], data[ends[-2] :]
+    path.write_bytes(whole + last[:begun] + tail)
+    run = ledger.read(path)
+    assert run.torn_bytes == begun + len(tail) and len(run.services) == 1
+    opened(path).close()
+    assert f"ledger cut path={path} bytes={begun + len(tail)}" in caplog.text
+    again = ledger.read(path)
+    assert not again.torn_bytes and len(again.services) == 2
+
+
+def test_zeros_before_a_frame_are_damage(path: Path) -> None:
+    """Control: what follows them would be lost."""
+    data = small(path)
+    ends = [len(HEADER), *(frame.end for frame in frames(memoryview(data)))]
+    for zeros in (4, 12, 100):
+        path.write_bytes(data[: ends[-3]] + b"\0" * zeros + data[ends[-3] :])
+        with pytest.raises(DamagedLedger, match="damaged at byte"):
+            ledger.read(path)
+    path.write_bytes(data[: ends[-2] + 6] + bytes([data[ends[-2] + 6] ^ 1]) + data[ends[-2] + 7 :])
+    with pytest.raises(DamagedLedger, match="damaged at byte"):
+        ledger.read(path)
+
+
+# whose files
+
+
+@pytest.mark.parametrize("kind", ["ledger", "journal"])
+def test_files_that_are_not_this_users_alone_are_refused(kind: str, tmp_path: Path) -> None:
+    def start(path: Path) -> None:
+        (LedgerWriter(str(path), ROOM) if kind == "ledger" else Journal(str(path), "hash")).close()
+
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for mode in (0o644, 0o666, 0o620, 0o604):
+        open_to_all = tmp_path / f"mode {mode:o}"
+        open_to_all.touch()
+        open_to_all.chmod(mode)
+        with pytest.raises(InputError, match=f"others can read it .mode {mode:o}.; chmod 600"):
+            start(open_to_all)
+        assert open_to_all.stat().st_size == 0 and open_to_all.stat().st_mode & 0o777 == mode
+    (tmp_path / "link").symlink_to(victim)
+    (tmp_path / "to nothing").symlink_to(tmp_path / "nothing")
+    for name in ("link", "to nothing"):
+        with pytest.raises(InputError, match="is a link"):
+            start(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(InputError, match="no regular file"):
+        start(tmp_path / "pipe")
+    for ending in (".lock", "-wal", "-shm", "-journal") if kind == "journal" else (".new", ".1"):
+        path = tmp_path / f"beside{ending.strip('.-')}"
+        Path(f"{path}{ending}").symlink_to(victim)
+        with pytest.raises(InputError, match="is a link"):
+            start(path)
+    assert victim.read_bytes() == b"precious" and not (tmp_path / "nothing").exists()
+    start(tmp_path / "new")
+    assert {each.stat().st_mode & 0o077 for each in tmp_path.glob("new*")} == {0}
+    start(tmp_path / "new")
+
+
+def test_files_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    for start in (lambda path: LedgerWriter(path, ROOM), lambda path: Journal(path, "hash")):
+        with pytest.raises(InputError, match="belongs to user"):
+            start(str(tmp_path / "file"))
+
+
+def test_a_full_ledger_replaces_only_ledgers(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for ending in (".1", ".new"):
+        other = Path(f"{path}{ending}")
+        other.write_bytes(b"precious" * 99)
+        with pytest.raises(InputError, match="is no ledger, and its name is needed"):
+            opened(path, 500)
+        assert other.read_bytes() == b"precious" * 99
+        other.unlink()
+    Path(f"{path}.new").write_bytes(HEADER)  # a service was killed between two calls
+    writer = opened(path, 500)
+    victim = path.with_name("victim")
+    victim.write_bytes(b"precious" * 99)
+    Path(f"{path}.new").symlink_to(victim)  # later
+    for i in range(10):
+        wrote(writer, i)
+    assert victim.read_bytes() == b"precious" * 99 and "ledger not written" in caplog.text
+    writer.close()
 
 
 # who writes
