@@ -849,8 +849,8 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
             first.
         text_end: characters of the text before that string: `tokenizer.decode(token_ids)[:text_end]`;
             docs/decisions/stop-strings.md.
-        configuration: digest of the configuration of the model that generated it (`Welcome.configuration`), which a client notes;
-            "" = unknown.
+        configuration: digest of the configuration of the model that generated it (`Welcome.configuration`), as its client has
+            noted it; "" = unknown.
     """
 
     group_id: str

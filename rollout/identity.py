@@ -23,8 +23,8 @@ BATCH = "/batch"
 """in the name of an arithmetic whose bits depend on the batch"""
 
 Role = Literal["draws", "truncates", "ends", "returns", "nothing"]
-"""what a field of `Sampling` decides. draws, truncates: tokens and log-probs of a child. ends: which children end from outside, or
-how old KV and weights may be. returns: which columns a sample has. nothing: only when it is computed or sent"""
+"""what a field of `Sampling` decides. draws, truncates: tokens and log-probs of a child. ends: which children end from outside,
+or how old KV and weights may be. returns: which columns a sample has. nothing: only when it is computed or sent"""
 OPTIONS: dict[str, Role] = {
     "seed": "draws",
     "temperature": "draws",
@@ -101,7 +101,7 @@ def drawn_by(sampling: Sampling, seed: int, eos_token_ids: Collection[int]) -> S
     return Sampling(**(kept | {"seed": seed, "stop_token_ids": tuple(sorted(ends)), "ignore_eos": True}))
 
 
-def numbered(sampling: Sampling, roles: Collection[Role]) -> dict[int, Any]:
+def numbered(sampling: Sampling, roles: Sequence[Role]) -> dict[int, Any]:
     """Return the fields of these roles that have other values than the defaults, by their places in OPTIONS."""
     default = Sampling()
     named = ((number, name) for number, (name, role) in enumerate(OPTIONS.items()) if role in roles)
@@ -109,7 +109,7 @@ def numbered(sampling: Sampling, roles: Collection[Role]) -> dict[int, Any]:
     return {number: value for number, (value, usual) in values.items() if value != usual}
 
 
-def sampling_of(fields: dict[int, Any], roles: Collection[Role], **more: Any) -> Sampling:
+def sampling_of(fields: dict[int, Any], roles: Sequence[Role], **more: Any) -> Sampling:
     """Return the sampling of what `numbered` gave. Raises LookupError for another number or role, ValueError, TypeError."""
     if wrong := [number for number in fields if not 0 <= number < len(NAMES) or OPTIONS[NAMES[number]] not in roles]:
         raise LookupError(f"no option {wrong[0]}")

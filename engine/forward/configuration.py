@@ -1,8 +1,8 @@
 """A digest of what a model's forward depends on besides its weights: the configuration.
 
-Two folders with equal weights compute different functions if their config.json differ in the base of the rotary embedding, the
-epsilon of a norm, a window, a scale or a soft cap. So whatever names a sample names this digest, beside the digest of the weights
-and the arithmetic.
+Two folders with equal weights compute different functions if their config.json differ in the base of the rotary embedding,
+the epsilon of a norm, a window, a scale or a soft cap. So whatever names a sample names this digest, beside the digest of the
+weights and the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 NAMES = frozenset((
-    "_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map", "id2label", "label2id", "problem_type",
-    "finetuning_task", "torchscript",
+    "_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map", "id2label", "label2id",
+    "problem_type", "finetuning_task", "torchscript",
 ))  # fmt: skip
 """say where a model comes from, or what it is called"""
 ELSEWHERE = frozenset((
@@ -24,7 +24,7 @@ ELSEWHERE = frozenset((
     "_experts_implementation", "_experts_implementation_internal", "use_cache", "return_dict", "output_hidden_states",
     "output_attentions", "output_router_logits", "chunk_size_feed_forward",
 ))  # fmt: skip
-"""are decided elsewhere: the dtype by the manifest of the weights, end tokens by each sampling, and how it is run by the engine"""
+"""are decided elsewhere: the dtype by the manifest of the weights, end tokens by each sampling, how it runs by the engine"""
 TRAINING = frozenset((
     "initializer_range", "initializer_factor", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop", "resid_dropout",
@@ -37,8 +37,8 @@ NEUTRAL = NAMES | ELSEWHERE | TRAINING
 
 
 def configuration_digest(config: PreTrainedConfig) -> str:
-    """Return the first 20 bytes, in hex, of the SHA-256 of the fields of a configuration that may decide a forward: all but NEUTRAL, in nested
-    configurations too. It does not depend on the order of fields, on 1 or 1.0, or on fields that are null."""
+    """Return the first 20 bytes, in hex, of the SHA-256 of the fields of a configuration that may decide a forward: all but
+    NEUTRAL, in nested configurations too. Neither the order of fields, nor 1 or 1.0, nor fields that are null change it."""
     text = json.dumps(_plain(config.to_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).digest()[:20].hex()
 

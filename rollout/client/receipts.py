@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from rollout.identity import Role, drawn_by, numbered, prompt_digest, result_digest, sampling_of, short
 from rollout.client.submission import TokenIds, token_array
 from rollout.engine.types import Sample, Sampling
+from rollout.identity import Role, drawn_by, numbered, prompt_digest, result_digest, sampling_of, short
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.messages import Welcome
 
@@ -132,8 +132,8 @@ def receipt_of(sample: Sample, prompt: TokenIds, sampling: Sampling, info: Welco
         raise InvalidRequest("the tokens of this sample were given, not sampled: it has no receipt")
     if sample.configuration not in ("", info.configuration):
         raise InvalidRequest(
-            f"the sample is of configuration {sample.configuration} of the model, the service has {info.configuration}: ask the "
-            "client of the service that generated it"
+            f"the sample is of configuration {sample.configuration} of the model, the service has {info.configuration}: ask "
+            "the client of the service that generated it"
         )
     used = {version for _, version in sample.weight_versions} | {version for _, _, version in sample.kv_versions}
     return Receipt(

@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.identity import BATCH, DRAWN_BY, WORDS, first_difference, prompt_digest, result_digest, short
 from rollout.client.receipts import Receipt
 from rollout.client.verification import Here
 from rollout.engine.types import Group, PartialSample, Refreshed, Sample, Sampling
+from rollout.identity import BATCH, DRAWN_BY, WORDS, first_difference, prompt_digest, result_digest, short
 from rollout.transport.errors import InvalidRequest
 
 MOST_AT_ONCE = 256

@@ -55,9 +55,18 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, welcome: m.Welcome) -> ReplicaFacts:
-        model = welcome.model, welcome.vocab_size, welcome.context, welcome.eos_token_ids
-        computes = welcome.arithmetic, welcome.configuration, welcome.tokenizer, welcome.block_size, welcome.kv_dtype
-        return cls(*model, *computes, welcome.routing)
+        return cls(
+            name=welcome.model,
+            vocab_size=welcome.vocab_size,
+            context=welcome.context,
+            eos_token_ids=welcome.eos_token_ids,
+            arithmetic=welcome.arithmetic,
+            configuration=welcome.configuration,
+            tokenizer=welcome.tokenizer,
+            block_size=welcome.block_size,
+            kv_dtype=welcome.kv_dtype,
+            routing=welcome.routing,
+        )
 
 
 class Predecessor(NamedTuple):

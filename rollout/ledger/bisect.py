@@ -16,14 +16,15 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.identity import COMPUTED_BY, OPTIONS, first_difference
 from rollout.client.replaying import STOPPED
 from rollout.engine.types import TensorInfo
+from rollout.identity import COMPUTED_BY, OPTIONS, first_difference
 from rollout.ledger.reader import RecordedGroup, RecordedRefresh, RecordedRun, RecordedSample, RecordedService
 from rollout.ledger.records import ROLES, mark_lengths
 
 Kind = Literal[
-    "configuration", "tokenizer", "arithmetic", "block size", "dtype", "model", "tensor", "lost refresh", "doubled refresh", "order of refreshes",
+    "configuration", "tokenizer", "arithmetic", "block size", "dtype", "model", "tensor",
+    "lost refresh", "doubled refresh", "order of refreshes",
     "kv policy", "prompt", "tool answer", "sampling", "truncation", "seed", "group", "refresh at another token", "other KV",
     "token", "log-prob", "end", "shorter",
 ]  # fmt: skip

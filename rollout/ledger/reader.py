@@ -14,10 +14,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from rollout.identity import drawn_by, sampling_of, short
 from rollout.client.receipts import Receipt
 from rollout.config import InputError
 from rollout.engine.types import Sampling, TensorInfo
+from rollout.identity import drawn_by, sampling_of, short
 from rollout.ledger import records as r
 from rollout.ledger.frames import HEADER, DamagedLedger, frames
 

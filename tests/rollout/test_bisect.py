@@ -14,11 +14,10 @@ import torch
 
 from rollout import ledger
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sampling
+from rollout.engine.types import PartialSample, Sampling
 from rollout.ledger.bisect import Difference, bisect, different_samples, first_other_token
 from rollout.ledger.writer import LedgerWriter
-from tests.support.hash_engine import tensors_of
-from tests.support.hash_engine import HashEngine
+from tests.support.hash_engine import HashEngine, tensors_of
 from tests.support.ledgers import ROOM, WAIT, recorded
 from tests.support.tiny import tiny_engine
 from tests.support.wire import serving
@@ -174,6 +173,62 @@ class Doubled(Fixed):
 class DoubledLast(Fixed):
     def pushes(self, version: int) -> list[int]:
         return [version, version] if version == STEPS - 1 else [version]
+
+
+def written(path: Path, groups: list[tuple[str, list[int], int]], *, then: int = 0) -> Any:
+    """Return the ledger of a run with these groups, and `then` refreshes with one more group after each."""
+    with recorded(path, HashEngine(), tokens=False) as client:
+        for id, prompt, seed in groups:
+            client.submit(prompt, Sampling(n=2, max_tokens=20, seed=seed), id).result(WAIT)
+        for version in range(1, then + 1):
+            client.refresh(tensors_of(version), version=version)
+            client.submit([version], Sampling(n=2, max_tokens=20, seed=version), f"{version}/0").result(WAIT)
+    return ledger.read(path)
+
+
+ONE, TWO = ("0/0", [1, 2, 3], 1), ("0/1", [4, 5, 6], 2)
+
+
+@pytest.mark.parametrize("then", [0, 2])
+@pytest.mark.parametrize(
+    ("groups", "kind", "named"),
+    [
+        ([ONE, ("0/z", [7, 8, 9], 3)], "prompt", "0/1"),
+        ([ONE, ("0/z", [4, 5, 6], 3)], "seed", "0/1"),
+        ([ONE, ("0/0", [7, 8, 9], 3)], "prompt", "0/1"),
+        ([ONE, ("0/z", [4, 5, 6], 2)], None, ""),
+        ([ONE], "group or shorter", "0/1"),
+        ([ONE, TWO, ("0/2", [1], 1)], "group or shorter", "0/2"),
+        ([ONE, TWO], None, ""),
+    ],
+)
+def test_a_group_that_one_run_has_not(
+    groups: list[tuple[str, list[int], int]], kind: str | None, named: str, then: int, tmp_path: Path
+) -> None:
+    """Also where other groups of the version have equal ids, and where the numbers of groups and samples are equal."""
+    a, b = written(tmp_path / "a", [ONE, TWO], then=then), written(tmp_path / "b", groups, then=then)
+    for one, other in ((a, b), (b, a)):
+        difference = bisect(one, other)
+        if kind is None:
+            assert difference is None
+            continue
+        assert difference is not None and difference.kind in (kind or "").replace("group or", "group" if then else "").split()
+        assert difference.step == 0 and (named in (difference.group_id, *difference.why.split("'")) or one is b or not then)
+
+
+def test_tokens_that_children_had(tmp_path: Path) -> None:
+    """Other ones, as many: no run is accused of not having computed what its ledger says."""
+    runs = []
+    for name, tokens in (("a", [5, 6, 7]), ("b", [5, 6, 8]), ("c", [5, 6, 7])):
+        given = PartialSample(
+            index=0, token_ids=np.array(tokens, np.int32), logprobs=np.zeros(3, np.float32), weight_versions=[(0, 0)]
+        )
+        with recorded(tmp_path / name, tiny_engine(), tokens=False) as client:  # type: ignore[arg-type]
+            client.submit([1, 2, 3], Sampling(n=1, max_tokens=20, seed=5), "0/0", partials=[given]).result(WAIT)
+        runs.append(ledger.read(tmp_path / name))
+    difference = bisect(runs[0], runs[1])
+    assert difference is not None and (difference.kind, difference.group_id) == ("group", "0/0")
+    assert bisect(runs[0], runs[2]) is None
 
 
 def found(tmp_path: Path, one: type[Run], other: type[Run]) -> Difference | None:

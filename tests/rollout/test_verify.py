@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.bench import forgeries
 from rollout import identity
+from rollout.bench import forgeries
 from rollout.client import AsyncRolloutClient, Receipt, RolloutClient, Verified, receipts, verification
 from rollout.engine.engine import Engine
 from rollout.engine.forward import sampling as sampler
@@ -288,6 +288,33 @@ def test_scored_tokens_were_not_drawn(client: RolloutClient) -> None:
     assert verdict.ok is None
     with pytest.raises(InvalidRequest, match="no receipt"):
         client.receipt(scored, PROMPT, PLAIN)
+
+
+def test_every_field_of_a_sample_is_compared_or_has_a_reason() -> None:
+    compared = {"token_ids", "finish_reason", "prompt_routed_experts", *verification.COLUMNS, *verification.ENDS}
+    tables = [compared, {*verification.CHECKED}, {*verification.NOT_COMPARED}]
+    assert set().union(*tables) == {*Sample.__struct_fields__} and sum(map(len, tables)) == len(Sample.__struct_fields__)
+
+
+def test_a_change_of_any_compared_column_is_found() -> None:
+    """One number of each array, in a sample that has all of them; and each array left out."""
+    sampling = Sampling(n=2, max_tokens=8, seed=3, routed_experts=True, raw_logprobs=True, top_logprobs=2, ignore_eos=True)
+    with client_of(tiny_engine("qwen3_moe", routed_experts=True)) as client:
+        (samples,) = generated(client, sampling)
+        assert [each.ok for each in verify(client, samples, sampling)] == [True, True]
+        receipts = [client.receipt(each, PROMPT, sampling) for each in samples]
+        assert [each.ok for each in verify(client, samples, sampling, receipts=receipts)] == [True, True]
+        for name in (*verification.COLUMNS, "prompt_routed_experts"):
+            column = getattr(samples[0], name)
+            for place in (0, len(column) - 1):
+                other = column.copy()
+                changed = other.reshape(len(other), -1)
+                changed[place, 0] = -9.0 if other.dtype == np.float32 else (changed[place, 0] + 1) % 4
+                lie = msgspec.structs.replace(samples[0], **{name: other})
+                (verdict,) = verify(client, [lie], sampling)
+                assert (verdict.ok, verdict.field, verdict.first_bad) == (False, name, place), (name, verdict)
+            (verdict,) = verify(client, [msgspec.structs.replace(samples[0], **{name: None})], sampling)
+            assert verdict.ok is False, name
 
 
 # receipts
