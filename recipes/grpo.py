@@ -107,7 +107,11 @@ class Options:
     kv_gib: float = 0.5
     """KV pool of the service, and as much host memory behind it"""
     address: str = ""
-    """of a service of this model that runs, or of a cache in front of it (`rollout cache`); default: start a service"""
+    """of a service of this model that runs; default: start a service"""
+    memo: Path | None = None
+    """folder of groups that were sampled before, which are not sampled again (docs/memo.md)"""
+    offline: bool = False
+    """sample nothing: use the groups of --memo alone"""
     out: Path = Path("grpo-run")
     """folder for rewards.jsonl, curves.png and wandb's files"""
     checkpoints: Path | None = None
@@ -271,17 +275,21 @@ def train(options: Options, client: RolloutClient, task: Task, model: torch.nn.M
             **({"train/ratio": float(np.concatenate(ratios).mean())} if ratios else {}),
             **audit,
             **weights,
+            **({} if client.memo is None else {"train/memo_hits": client.memo.hits, "train/memo_misses": client.memo.misses}),
         }
         phase("sampling")
 
 
 def whole_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
-    """Yield batch after batch, each when all of it has ended; the next one runs from then on."""
+    """Yield batch after batch, each when all of it has ended; the next one runs from then on. With a memo it runs from the
+    refresh on: samples that a refresh meets are not memoised."""
+    at_once = client.memo is None
     pending = submit(options, client, task, 0)
     for step in range(options.steps):
         groups = [checked(handle.result(timeout=600)) for handle in pending]
-        pending = submit(options, client, task, step + 1)
+        pending = submit(options, client, task, step + 1) if at_once else []
         yield groups, pending
+        pending = pending if at_once else submit(options, client, task, step + 1)
 
 
 def partial_batches(options: Options, client: RolloutClient, task: Task) -> Iterator[Batch]:
@@ -437,11 +445,11 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
     task, tokenizer = task_of(options, folder, model)
     with ExitStack() as stack:
         run = open_wandb(options, stack) if options.wandb else None
-        address = options.address
-        if not address:
+        address = options.address or None
+        if address is None and not options.offline:
             say("starting the service")
             address = stack.enter_context(service_process(service_config(options, folder))).endpoint
-        client = stack.enter_context(RolloutClient(address, name="grpo"))
+        client = stack.enter_context(RolloutClient(address, name="grpo", memo=options.memo))
         if options.exact:
             use_exact(policy.policy_of(model), client.info.arithmetic)
         elif not fast_in_bf16():

@@ -123,7 +123,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (17, 68), "transport": (10, 15), "rollout": (17, 48)}
+MOST = {"engine": (17, 68), "transport": (10, 15), "rollout": (18, 50)}
 """rooms, and arrows between them"""
 
 

@@ -11,7 +11,6 @@ import torch
 
 from rollout.bench import (
     batch_invariance,
-    cache,
     conversations,
     delta,
     experts,
@@ -46,7 +45,6 @@ from rollout.config import InputError
 
 BENCHMARKS = {
     "batch_invariance": Benchmark(batch_invariance.measure, any_kv=True, on_device=True),
-    "cache": Benchmark(cache.measure, in_process=False),
     "conversations": Benchmark(conversations.measure, in_process=False),
     "delta": Benchmark(delta.measure, in_process=False),
     "experts": Benchmark(experts.measure),

@@ -1,32 +1,35 @@
 """`rollout bench replay`: whether each step of recipes.grpo can be made again from its ledger and checkpoints.
 
-The recipe runs twice as in `rollout bench cache`; the service of the first run writes a ledger, and the trainer the weights of
-each version. Each step has groups that live through a refresh. Then all samples of all steps are made again on a new service,
-and compared to the bit. `bytes_per_sample` counts the whole ledger: refreshes, groups and their prompts included."""
+The service writes a ledger, and the trainer the weights of each version. Each step has groups that live through a refresh. Then
+all samples of all steps are made again on a new service, and compared to the bit. `bytes_per_sample` counts the whole ledger:
+refreshes, groups and their prompts included."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rollout import ledger
-from rollout.bench.cache import compared, run_of_grpo
-from rollout.bench.harness import BenchSetup, Row
+from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import save_tiny
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.process import service_process
 
 STEPS = 50
 GROUPS, N, MAX_TOKENS, HIDDEN, VOCABULARY = 3, 8, 64, 128, 512
 AT_ONCE = 4
 """children that the first service runs at once: few, so that each refresh finds running ones"""
+TIMEOUT_S = 3600.0
 
 
 def measure(setup: BenchSetup) -> Iterator[Row]:
@@ -50,10 +53,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         recording = msgspec.structs.replace(config.service, ledger=str(folder / "run.ledger"), ledger_prompts=True)
         slow = msgspec.structs.replace(config.engine, max_num_seqs=AT_ONCE)
         recorded = msgspec.structs.replace(config, engine=slow, service=recording)
-        runs = [
-            run_of_grpo(recorded, folder / "cache", folder / "first", [*words, "--checkpoints", str(folder / "weights")]),
-            run_of_grpo(msgspec.structs.replace(config, engine=slow), folder / "cache", folder / "second", words),
-        ]
+        run_of_grpo(recorded, folder / "run", [*words, "--checkpoints", str(folder / "weights")])
         run = ledger.read(folder / "run.ledger")
         counts: Counter[bool | None] = Counter()
         weights = {0: str(model)} | {version: str(folder / "weights" / str(version)) for version in range(1, steps + 1)}
@@ -67,7 +67,6 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
             "steps": trained,
             "versions": len(run.steps()),
             **counted(run, counts),
-            **of_cache(compared(*runs)),
         }
 
 
@@ -103,6 +102,13 @@ def counted(run: ledger.RecordedRun, counts: Counter[bool | None]) -> Row:
     }
 
 
-def of_cache(row: dict[str, Any]) -> Row:
-    """Return what a second run through the cache takes."""
-    return {"cache_seconds_ratio": row["cache_seconds_ratio"], "same_curve": row["equal"], "hits": row["hits"]}
+def run_of_grpo(config: Config, out: Path, words: list[str]) -> list[Row]:
+    """Run recipes.grpo on its task without a tokenizer, with a new service, and return the metrics of its steps. words: further
+    flags. Raises BenchFailed with the end of what it printed."""
+    with service_process(config) as service:
+        command = [sys.executable, "-P", "-m", "rollout.recipes.grpo", "--model", config.engine.model, "--task", "even-ids"]
+        command += ["--address", service.endpoint, "--out", str(out), "--no-wandb", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode:
+            raise BenchFailed(f"recipes.grpo ended with exit status {done.returncode}: {done.stderr[-500:]}")
+        return [json.loads(line) for line in (out / "rewards.jsonl").read_text().splitlines()]

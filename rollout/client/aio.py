@@ -203,7 +203,7 @@ class AsyncRolloutClient(BaseClient):
     ) -> list[list[Verified]]:
         """Verify several groups at once. As `RolloutClient.verify_groups`."""
         checks = self._session.checks(groups, await self._text.all_ids_async(prompts), sampling, receipts)
-        with AsyncGeneration(self._session.submit, self._wakeups) as generation:
+        with AsyncGeneration(self._session.compute, self._wakeups) as generation:
             for check in checks:
                 generation.submit_all(check.groups)
             drawn = [sample async for group in generation.groups(timeout) for sample in group]
@@ -228,7 +228,7 @@ class AsyncRolloutClient(BaseClient):
             if isinstance(step, MakeLive):
                 done = await self.refresh(given[step.version], kv="keep")
                 continue
-            with AsyncGeneration(self._session.submit, self._wakeups) as generation:
+            with AsyncGeneration(self._session.compute, self._wakeups) as generation:
                 generation.submit_all(step)
                 done = [sample async for group in generation.groups(timeout) for sample in group]
         return replay.results

@@ -7,6 +7,7 @@ with RolloutClient("tcp://127.0.0.1:5655") as client:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any, Literal, Self
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.lora import AdapterSource
+from rollout.client.memo import GIB
 from rollout.client.proofs import ProvingClient
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, answer
@@ -81,6 +83,11 @@ class RolloutClient(ProvingClient):
             as new as before. Otherwise they fail with ServiceRestarted, as other calls do.
         tokenizer: for prompts of text and for `decode`: a transformers tokenizer, or where to load one from: a folder, a hub id
             or smollm2. None = from the service's model, which must then be on this host. Loaded when it is first needed.
+        memo: a folder in which groups with a seed are stored, and from which they are answered when all that decides their
+            samples is the same (docs/memo.md). Without address and transport, the client needs no service: it answers what is
+            in the folder, and other groups fail. Raises ValueError for a folder that is another user's, or is neither empty nor
+            a memo.
+        memo_gib: size of that folder; the answers that were used longest ago are deleted first.
         timing: further intervals of the connection; the timeouts above replace its own.
         clock: seconds, as time.monotonic.
     """
@@ -100,6 +107,8 @@ class RolloutClient(ProvingClient):
         restart_timeout_s: float = 300.0,
         resubmit: bool = False,
         tokenizer: Any = None,
+        memo: str | os.PathLike[str] | None = None,
+        memo_gib: float = GIB,
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,6 +125,8 @@ class RolloutClient(ProvingClient):
             restart_timeout_s=restart_timeout_s,
             resubmit=resubmit,
             tokenizer=tokenizer,
+            memo=memo,
+            memo_gib=memo_gib,
             timing=timing,
             clock=clock,
         )

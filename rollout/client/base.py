@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rollout.client.connection import LinkTiming
 from rollout.client.lora import Adapters
+from rollout.client.memo import GIB, Memo
+from rollout.client.memo_offline import RefreshRecorder
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import WeightSender
 from rollout.client.session import ClientSession
@@ -37,22 +41,32 @@ class BaseClient:
         restart_timeout_s: float = 300.0,
         resubmit: bool = False,
         tokenizer: Any = None,
+        memo: str | os.PathLike[str] | None = None,
+        memo_gib: float = GIB,
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         timing = LinkTiming() if timing is None else timing
-        self._session = ClientSession(
-            address,
-            transport,
-            name,
-            budget=budget,
-            require_version=require_version,
-            resubmit=resubmit,
-            timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
-            clock=clock,
-        )
+        kept = None if memo is None else Memo(Path(memo), memo_gib)
+        try:
+            self._session = ClientSession(
+                address,
+                transport,
+                name,
+                budget=budget,
+                require_version=require_version,
+                resubmit=resubmit,
+                timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
+                clock=clock,
+                memo=kept,
+            )
+        except BaseException:
+            if kept is not None:
+                kept.close()
+            raise
         self._connect_timeout_s = connect_timeout_s
-        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address))
+        observe = None if kept is None or self._session.offline else RefreshRecorder(kept)
+        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address), observe)
         self._adapters = Adapters()
         self._text = TextCodec(tokenizer, lambda: self.info.model)
 
@@ -79,6 +93,11 @@ class BaseClient:
     def require_version(self, version: int) -> None:
         """Set it, together with the digest that this client has seen for the version."""
         self._session.require_version = version
+
+    @property
+    def memo(self) -> Memo | None:
+        """Return the memo, whose `status()` counts hits and misses; None: there is none."""
+        return self._session.memo
 
     # receipts
 

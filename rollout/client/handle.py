@@ -278,6 +278,8 @@ class OpenHandle(Handle):
         """time.monotonic of sending; None: unsent"""
         self.bounds = NOTHING
         """bounds of its samples; set when it is sent"""
+        self.on_arrival: Callable[[OpenHandle, list[Sample]], None] | None = None
+        """called with new samples before any caller gets them, under the lock of the handle"""
         self.was_live: Callable[[int], bool] = any_version
         """whether a version of the weights was ever live, if the caller knows"""
 
@@ -308,6 +310,8 @@ class OpenHandle(Handle):
                 new.append(self._completed(sample))
             self._samples += new
             self._ended = self._ended or len(self._samples) == self.n
+            if self.on_arrival is not None and new:
+                self.on_arrival(self, new)
             self._changed.notify_all()
             callback = self._take_callback()
         if callback is not None and new:
@@ -381,6 +385,22 @@ class OpenHandle(Handle):
         if self._ended:
             self.on_change = self._on_tokens = None
         return callback
+
+
+def answered(group: Group, samples: Sequence[Sample], on_change: OnChange | None) -> Handle:
+    """Return the handle of a group whose samples are known, and hand them to the caller."""
+    handle = OpenHandle(group, [], b"")
+    handle.on_change = on_change
+    handle.add_samples(samples)
+    return handle
+
+
+def refused(group: Group, error: RolloutError, on_change: OnChange | None) -> Handle:
+    """Return the handle of a group that fails at once, and tell the caller."""
+    handle = OpenHandle(group, [], b"")
+    handle.on_change = on_change
+    handle.fail(error)
+    return handle
 
 
 def max_tokens_of(group: Group) -> int:

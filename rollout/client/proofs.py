@@ -60,7 +60,7 @@ class ProvingClient(BaseClient):
         """Verify several groups at once. prompts: one for each group; sampling: for all groups, or one each; timeout: maximum
         seconds for one group. Otherwise as `verify`."""
         checks = self._session.checks(groups, self._text.all_ids(prompts), sampling, receipts)
-        drawn = finished(self._session.submit, [group for check in checks for group in check.groups], timeout)
+        drawn = finished(self._session.compute, [group for check in checks for group in check.groups], timeout)
         return [check.judge(drawn) for check in checks]
 
     def replay(
@@ -94,5 +94,5 @@ class ProvingClient(BaseClient):
         def refresh(version: int) -> Refreshed:
             return self._sender.start(given[version], RefreshRequest(None, "keep", False), "auto", REFRESH_S).result()
 
-        replay.run(refresh, lambda groups: finished(self._session.submit, groups, timeout))
+        replay.run(refresh, lambda groups: finished(self._session.compute, groups, timeout))
         return replay.results

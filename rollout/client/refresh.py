@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, Union, get_args
 
 import msgspec
 import numpy as np
 
 from rollout.client.link import Link
-from rollout.engine.types import Adapter, KVPolicy, Limits, Refreshed, manifest_digest
+from rollout.engine.types import Adapter, KVPolicy, Limits, Refreshed, Served, manifest_digest
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import check_refreshed
@@ -91,12 +91,23 @@ class RefreshRequest(NamedTuple):
             raise InvalidRequest(f"partial={self.partial!r}: must be True or False")
 
 
+class RefreshObserver(Protocol):
+    """Takes note of the refreshes of a client that are live."""
+
+    def applied(self, info: m.Welcome, before: Served, begin: m.Begin, manifest: str, digest: str) -> None:
+        """Take a refresh. before: the live weights when it began; manifest: its digest; digest: of the weights after it."""
+
+
 class WeightSender:
     """Sends the refreshes of one client, one after the other. Its transports keep shared memory and exported storages for the
-    next one. host: an address of this machine that the service can reach, for gloo and nccl."""
+    next one.
 
-    def __init__(self, link: Link, host: str = "127.0.0.1") -> None:
-        self._link = link
+    Args:
+        host: an address of this machine that the service can reach, for gloo and nccl.
+        observer: takes note of each refresh that is live."""
+
+    def __init__(self, link: Link, host: str = "127.0.0.1", observer: RefreshObserver | None = None) -> None:
+        self._link, self._observer = link, observer
         self._one = threading.Lock()
         """held during a refresh"""
         self._transports = transports(host)
@@ -149,7 +160,7 @@ class WeightSender:
     def _push(self, sender: Sender, wanted: RefreshRequest, started: float, end: float) -> Refreshed:
         """Refresh by this sender, or by its fallback if the service cannot reach the source."""
         try:
-            refreshed = RefreshTransaction(self._link, sender, wanted, end).run()
+            refreshed = RefreshTransaction(self._link, sender, wanted, end, self._observer).run()
         except RolloutError as error:
             if sender.fallback is None or not isinstance(error, sender.fallback_after):
                 raise
@@ -167,8 +178,10 @@ class WeightSender:
 class RefreshTransaction:
     """One refresh, from Begin to Applied; the `Channel` of its sender. end: time.monotonic at which it fails."""
 
-    def __init__(self, link: Link, sender: Sender, wanted: RefreshRequest, end: float) -> None:
-        self._link = link
+    def __init__(
+        self, link: Link, sender: Sender, wanted: RefreshRequest, end: float, observer: RefreshObserver | None = None
+    ) -> None:
+        self._link, self._observer = link, observer
         self._sender = sender
         self._wanted = wanted
         self._end = end
@@ -206,6 +219,7 @@ class RefreshTransaction:
         targets, base = (None, None) if adapter is None else (pack_targets(adapter.targets), adapter.base)
         version = self._link.weights.next_version() if wanted.version is None else wanted.version
         fields = self._push_id, manifest, sender.offer, version, wanted.partial, wanted.kv, targets, base
+        info, before = self._link.welcome, self._link.weights.live
         self._lease: Future[m.Lease] = request(lambda id: m.Begin(id, *fields))
         sender.before_commit(self)
         committed: Future[m.Applied] = request(lambda id: m.Commit(id, self._push_id, whole))
@@ -219,6 +233,8 @@ class RefreshTransaction:
             check_refreshed(applied.refreshed, wanted.version)
         except ValueError as error:
             raise NotBelieved(f"the service sent an impossible answer: {error}") from None
+        if self._observer is not None and info is not None:
+            self._observer.applied(info, before, m.Begin(0, *fields), whole, applied.refreshed.digest)
         return applied.refreshed
 
     def _raise_cause(self, error: SourceUnreachable, committed: Future[m.Applied]) -> None:

@@ -10,18 +10,22 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 from rollout.client.connection import LinkTiming
-from rollout.client.handle import Handle, OnChange
+from rollout.client.handle import Handle, OnChange, OpenHandle, answered, refused
 from rollout.client.link import Link
+from rollout.client.memo import Memo
+from rollout.client.memo_offline import OfflineEnd
 from rollout.client.receipts import Receipt, receipt_of
 from rollout.client.replaying import TTL_S, Change, Replay, Way
 from rollout.client.submission import TokenIds, check_budget, check_configuration, checked, seeded, sendable, token_array
 from rollout.client.verification import GroupCheck, Here
 from rollout.engine.types import Group, Limits, Sample, Sampling, Served, Tag
+from rollout.identity import WORDS
 from rollout.transport import messages as m
-from rollout.transport.errors import InvalidRequest, ServiceLost
+from rollout.transport.errors import GroupFailed, InvalidRequest, ServiceLost
 from rollout.transport.sockets import ClientEnd, ClientTransport
 
 
@@ -32,7 +36,8 @@ class ClientSession:
         address, transport: one of the two, as for `RolloutClient`.
         name, budget, require_version, resubmit: as for `RolloutClient`.
         timing: timeouts and intervals.
-        clock: seconds, as time.monotonic."""
+        clock: seconds, as time.monotonic.
+        memo: answers groups that were had before; without address and transport, it is all there is."""
 
     def __init__(
         self,
@@ -45,16 +50,21 @@ class ClientSession:
         resubmit: bool = False,
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
+        memo: Memo | None = None,
     ) -> None:
         if budget is not None and budget < 1:
             raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
-        self._end = end = end_of(address, transport)
+        self.memo = memo
+        self.offline = memo is not None and address is None and transport is None
+        self._end = end = OfflineEnd(memo) if memo is not None and self.offline else end_of(address, transport)
         self.address = end.address
         self._budget = budget
         self._resubmit = resubmit
         self._ids, self._serials = itertools.count(), itertools.count(1)
         self._required = Served(require_version)
         self.link = Link(end, secrets.token_hex(16), name, timing, budget=budget, resubmit=resubmit, clock=clock)
+        if memo is not None and not self.offline:
+            self.link.first_welcome.add_done_callback(partial(note_welcome, memo))
 
     @property
     def info(self) -> m.Welcome:
@@ -86,14 +96,38 @@ class ClientSession:
         return given if given is not None else f"#{next(self._ids)}"
 
     def submit(self, group: Group, on_change: OnChange | None = None) -> Handle:
-        """Send a group. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
+        """Answer a group from the memo, or send it. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
+        memo, info, live = self.memo, self.info, self.link.weights.live
+        if memo is None:
+            return self.compute(group, on_change)
+        check_configuration(group, info.configuration)
+        name = memo.name(group, info, live) if live.follow(self._required) else None
+        if name is not None and (samples := memo.find(name, group, info, live)) is not None:
+            return answered(group, samples, on_change)
+        if self.offline:
+            return refused(group, GroupFailed(f"offline, and not in the memo: {memo.why_missing(name)}", group.id), on_change)
+        same = partial(self._computes_as, info, live)
+        return self.compute(group, on_change, lambda handle, new: memo.arrived(name, live, same, handle, new))
+
+    def _computes_as(self, info: m.Welcome, live: Served) -> bool:
+        """Return whether the service computes as it did, and a version still has the same weights."""
+        same = all(getattr(self.info, name) == getattr(info, name) for name in WORDS)
+        return same and self.link.weights.digest(live.version) == live.digest
+
+    def compute(
+        self,
+        group: Group,
+        on_change: OnChange | None = None,
+        on_arrival: Callable[[OpenHandle, list[Sample]], None] | None = None,
+    ) -> Handle:
+        """Send a group; the memo does not answer it. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
         serial, info, required = next(self._serials), self.info, self._required
         check_configuration(group, info.configuration)
         group = seeded(group) if self._resubmit else group
         digest = required.digest if m.DIGESTS in info.capabilities else ""
         handle = sendable(group, serial=serial, require_version=required.version, require_digest=digest, limits=info.limits)
         check_budget(handle, self._budget)
-        handle.on_cancel, handle.on_change = self.link.cancel, on_change
+        handle.on_cancel, handle.on_change, handle.on_arrival = self.link.cancel, on_change, on_arrival
         self.link.submit(handle)
         return handle
 
@@ -182,6 +216,14 @@ class ClientSession:
     def close(self) -> None:
         """End the session. May be repeated."""
         self.link.close()
+        if self.memo is not None:
+            self.memo.close()
+
+
+def note_welcome(memo: Memo, first: Future[m.Welcome]) -> None:
+    """Store how the service describes itself."""
+    if not first.cancelled() and first.exception() is None:
+        memo.welcomed(first.result())
 
 
 def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:

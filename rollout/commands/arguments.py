@@ -328,25 +328,6 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     """lowest level of what is logged to standard error"""
 
 
-class CacheArgs(msgspec.Struct, kw_only=True):
-    """Answer repeated groups from a folder, and forward all others to a service. docs/cache.md"""
-
-    address: tyro.conf.Positional[str] = DEFAULT_ENDPOINT
-    """address of the service, or a connection file"""
-    dir: str = "rollout-cache"
-    """folder of the answers; one process at a time uses it"""
-    gib: float = 50.0
-    """maximum size of the folder; the answers that were used longest ago are deleted first"""
-    endpoint: str = "tcp://127.0.0.1:5657"
-    """bind address, for clients of this user on this host: tcp://127.0.0.1:PORT or ipc://PATH. Port 0 or *: any free port"""
-    offline: bool = False
-    """use no service: groups and refreshes that are not in the folder are refused"""
-    ready_file: str | None = None
-    """write the address to this file once the process listens"""
-    wait: float = 0.0
-    """seconds to wait for a service that is still starting"""
-
-
 class BenchArgs(msgspec.Struct, kw_only=True):
     """Run named workloads through the whole service and print a table."""
 
@@ -395,7 +376,6 @@ class BenchArgs(msgspec.Struct, kw_only=True):
 Command = (
     ServeArgs
     | HttpArgs
-    | CacheArgs
     | GenerateArgs
     | StatusArgs
     | TopArgs
@@ -427,7 +407,6 @@ def commands(settings: Config) -> dict[str, Command]:
         "fleet": FleetArgs(action=tyro.MISSING),
         "keys": KeysArgs(action=tyro.MISSING),
         "http": HttpArgs(),
-        "cache": CacheArgs(),
         "ledger": LedgerArgs(action=tyro.MISSING, file=tyro.MISSING),
         "bisect": BisectArgs(a=tyro.MISSING, b=tyro.MISSING, settings=settings),
         "replay": ReplayArgs(file=tyro.MISSING, weights=tyro.MISSING, out=tyro.MISSING, settings=settings),
@@ -451,7 +430,6 @@ DESCRIPTIONS = {
     "fleet": "change the replicas of a running fleet",
     "keys": "create and revoke keys",
     "http": "serve HTTP APIs in front of a running service",
-    "cache": "answer repeated groups from a folder, without computing them",
     "ledger": "show what a run has recorded",
     "bisect": "find the first difference of two runs",
     "replay": "make the samples of a step again from a ledger",

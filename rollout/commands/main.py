@@ -15,7 +15,6 @@ from rollout.commands import arguments, extras
 from rollout.commands.arguments import (
     BenchArgs,
     BisectArgs,
-    CacheArgs,
     Command,
     ControlArgs,
     DemoArgs,
@@ -43,7 +42,6 @@ LOST = 3
 MODULES: dict[type, str] = {
     ServeArgs: "serve",
     HttpArgs: "http",
-    CacheArgs: "cache",
     StatusArgs: "status",
     KeysArgs: "keys",
     LedgerArgs: "ledger",

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from rollout import models
-from rollout.identity import prompt_digest
 from rollout.client.replaying import Change, Reproduced
 from rollout.commands.connecting import connected
 from rollout.commands.generate import encode, read_lines
 from rollout.config import Config, InputError
 from rollout.engine.config import EngineConfig, KVName
+from rollout.identity import prompt_digest
 from rollout.ledger import RecordedGroup, RecordedRun, RecordedSample
 from rollout.process import service_process
 

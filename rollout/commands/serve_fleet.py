@@ -18,7 +18,6 @@ import psutil
 import xxhash
 
 from rollout import models
-from rollout.identity import BATCH
 from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
 from rollout.commands.starting import listen, open_ledger
@@ -28,6 +27,7 @@ from rollout.engine.types import Limits, Served
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.fleet.owners import Ban, Owners
+from rollout.identity import BATCH
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.transport.errors import ServiceLost

@@ -71,8 +71,7 @@ def listen(
     from rollout.service.loop import open_service
 
     progress.begin("computing the digest of the weights")
-    live_of(engine)  # computes the digest of the weights now, so that no client waits for it
-    engine.tokenizer  # reads the vocabulary now, for the same reason
+    _ = live_of(engine), engine.tokenizer  # computes both digests now, so that no client waits for them
     name = config.service.served_model_name or config.engine.model
     served = msgspec.structs.replace(config.service, served_model_name=name)
     return open_service(engine, served, journal=journal, ledger=ledger, tracker=tracker)

@@ -10,8 +10,7 @@ from typing import Any
 from rollout.client.api import RolloutClient
 from rollout.engine.types import Sample, Sampling
 from rollout.ledger.writer import LedgerWriter
-from tests.support.hash_engine import tensors_of
-from tests.support.hash_engine import HashEngine
+from tests.support.hash_engine import HashEngine, tensors_of
 from tests.support.wire import serving
 
 WAIT = 60.0

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.identity import result_digest
 from rollout.client.submission import scored_group
 from rollout.engine.engine import Engine
 from rollout.engine.types import Group as EngineGroup
 from rollout.engine.types import Sample, Sampling
+from rollout.identity import result_digest
 from tests.support.endurance.models import TestModel
 
 MOST_NOTES = 60

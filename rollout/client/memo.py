@@ -1,0 +1,324 @@
+"""A memo: answers groups that a client has had before from a folder, and stores those that a service computes.
+
+    group ──→ Memo.name ──→ NAME of all that decides its samples ──→ in the folder: samples, at once
+                  │                                                    else: the service ──→ Memo.arrived ──→ folder
+                  └──→ None: it is computed each time
+
+A stored answer is a function of its name alone: every token is of one set of weights, and attended to KV of these weights
+alone. What spans a refresh, or may read older KV, depends on when and how the weights changed, which no name says: it is not
+stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout.client.handle import OpenHandle
+from rollout.client.memo_folder import WELCOME, MemoFolder
+from rollout.engine.types import Group, Limits, Sample, Served
+from rollout.identity import BATCH, COMPUTED_BY, Role, computed_by, drawn_by, given_digest, numbered, prompt_digest
+from rollout.logs import logger
+from rollout.transport import messages as m
+from rollout.transport.checks import Bounds, check_sample
+from rollout.transport.columns import pack_samples, unpack_samples
+from rollout.transport.errors import RolloutError
+from rollout.transport.frames import Decoder, Frame, pack
+
+FORMAT = 1
+"""first field of each name; another meaning of an entry gets another one"""
+GIB = 50.0
+"""size of a folder"""
+KEPT = frozenset(("stop", "length", "scored"))
+"""finish reasons of children that are stored: others are decided by the time at which something happened"""
+DRAWS: tuple[Role, ...] = ("draws", "truncates")
+RETURNS: tuple[Role, ...] = ("returns",)
+"""fields of `Sampling` in a name, by what they decide"""
+PREFIX, DIGITS = 16, 40
+"""hex digits in a name: of the digests of weights and of the prompt each, and of everything else"""
+MESSAGE_BYTES, MESSAGE_SAMPLES, SAMPLE_OVERHEAD = 1 << 18, 256, 160
+"""most in one stored message; bytes that a sample counts in addition to its arrays"""
+REMEMBERED = 65_536
+"""children whose KV is known to be of one set of weights"""
+
+log = logger(__name__)
+
+
+class NotMemoised(Exception):
+    """A group whose answer is neither stored nor looked up. The message says why."""
+
+
+class Memo:
+    """The memo of one client. Thread-safe.
+
+    Args:
+        folder: of this user alone; created if there is none. One client at a time uses it.
+        gib: its largest size; the answers that were used longest ago are deleted first.
+
+    Raises ValueError for another folder, OSError for one that cannot be written."""
+
+    def __init__(self, folder: Path, gib: float = GIB) -> None:
+        if not gib > 0:
+            raise ValueError(f"memo_gib={gib}: must be positive")
+        self.folder = MemoFolder(folder, int(gib * 2**30))
+        self.hits = self.misses = self.not_memoised = 0
+        """groups"""
+        self.first_miss: dict[str, Any] | None = None
+        self._pure: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """version of the weights of children, by (group id, index), if all of their KV is of these weights"""
+        self._unwritten: dict[str, bytes] = {}
+        """entries that wait to be written"""
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "rollout-memo")
+        self._closed = False
+
+    def status(self) -> dict[str, Any]:
+        """Return the counts of groups, and what the folder has."""
+        folder = self.folder
+        return {
+            "hits": self.hits,
+            "misses": self.misses,
+            "not_memoised": self.not_memoised,
+            "first_miss": self.first_miss,
+            "entries": len(folder),
+            "bytes": folder.bytes,
+            **{name: getattr(folder, name) for name in ("evicted", "damaged", "unread", "unwritten")},
+        }
+
+    def name(self, group: Group, info: m.Welcome, live: Served) -> str | None:
+        """Return the name of the answer to a group; None: it is computed each time, and counted. live: the weights now."""
+        try:
+            with self._lock:
+                turn_at = None if group.after is None else self._pure.get(group.after, -1)
+            return name_of(group, info, live, turn_at)
+        except NotMemoised as error:
+            self.not_memoised += 1
+            log.debug("group is not memoised group=%r why=%r", group.id, str(error))
+            return None
+
+    def find(self, name: str, group: Group, info: m.Welcome, live: Served) -> list[Sample] | None:
+        """Return the stored samples of a group, as of the live weights; None: there are none. Counts a hit or a miss."""
+        began, data = time.perf_counter(), self.get(name)
+        samples = None if data is None else _samples(data, group, info, live, began)
+        if samples is None:
+            self.misses += 1
+            self._note_first_miss(name, group, live)
+            return None
+        self.hits += 1
+        self._note_pure(samples)
+        return samples
+
+    def why_missing(self, name: str | None) -> str:
+        """Say which argument of a group was never seen. name: of its answer; None: such groups are not stored."""
+        if name is None:
+            return "such groups are not memoised"
+        weights, prompt, _ = name.split("-")
+        if not self.folder.has_prefix(f"{weights}-"):
+            return f"weights {weights}… were never seen"
+        if not self.folder.has_prefix(f"{weights}-{prompt}-"):
+            return f"prompt {prompt}… was never seen with weights {weights}…"
+        return f"sampling, seed or children were never seen with prompt {prompt}… and weights {weights}…"
+
+    def arrived(
+        self, name: str | None, live: Served, same: Callable[[], bool], handle: OpenHandle, new: Sequence[Sample]
+    ) -> None:
+        """Take samples of a group that a service computes; store all of them when the last one has arrived.
+
+        Args:
+            live: the weights when the group was sent.
+            same: whether that version still has these weights, and the service computes as it did.
+            new: the samples that have just arrived."""
+        self._note_pure(new)
+        samples = handle.finished
+        if name is None or len(samples) < handle.n or not all(is_pure(each, live.version) for each in samples) or not same():
+            return
+        self.keep(name, msgspec.msgpack.encode([[bytes(frame) for frame in frames] for frames in _messages(samples)]))
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Store an entry. It is found from now on, and a thread writes it."""
+        with self._lock:
+            if not self._closed:
+                self._unwritten[name] = data
+                self._writer.submit(self._write, name)
+
+    def get(self, name: str) -> bytes | None:
+        """Return an entry; None: there is none that can be read."""
+        with self._lock:
+            data = self._unwritten.get(name)
+        return self.folder.get(name) if data is None else data
+
+    def welcomed(self, welcome: m.Welcome) -> None:
+        """Store the first Welcome of each start of a service, for clients without one."""
+        before = self.welcome()
+        if before is None or before.incarnation != welcome.incarnation:
+            plain = msgspec.structs.replace(welcome, groups=None)
+            self.keep(WELCOME, msgspec.msgpack.encode([bytes(frame) for frame in pack(plain)]))
+
+    def welcome(self) -> m.Welcome | None:
+        """Return the Welcome that was stored last; None: there is none."""
+        if (data := self.get(WELCOME)) is None:
+            return None
+        decoder: Decoder[m.Welcome] = Decoder(m.Welcome, m.answer_limits(Limits()))
+        try:
+            return decoder.unpack(list(msgspec.msgpack.decode(data, type=list[bytes])))
+        except (ValueError, RolloutError) as error:
+            log.error("memo entry is not readable entry=%s reason=%r", WELCOME, str(error))
+            return None
+
+    def close(self) -> None:
+        """Write what waits, and release the folder. May be repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._writer.shutdown()
+        log.info(
+            "memo folder=%s hits=%d misses=%d not_memoised=%d entries=%d bytes=%d",
+            self.folder.path, self.hits, self.misses, self.not_memoised, len(self.folder), self.folder.bytes,
+        )  # fmt: skip
+        self.folder.close()
+
+    def _write(self, name: str) -> None:
+        with self._lock:
+            data = self._unwritten[name]
+        self.folder.put(name, data)
+        with self._lock:
+            if self._unwritten.get(name) is data:
+                del self._unwritten[name]
+
+    def _note_pure(self, samples: Sequence[Sample]) -> None:
+        with self._lock:
+            for sample in samples:
+                versions = {version for _, version in sample.weight_versions}
+                if len(versions) == 1 and not sample.kv_versions:
+                    self._pure[sample.group_id, sample.index] = versions.pop()
+                else:
+                    self._pure.pop((sample.group_id, sample.index), None)
+            while len(self._pure) > REMEMBERED:
+                self._pure.popitem(last=False)
+
+    def _note_first_miss(self, name: str, group: Group, live: Served) -> None:
+        if self.first_miss is not None:
+            return
+        fields = {"group": group.id, "version": live.version, "after_hits": self.hits, "why": self.why_missing(name)}
+        self.first_miss = fields
+        say = log.warning if self.hits else log.info  # after hits, it is where a change began to act
+        say("first miss group=%r version=%d after_hits=%d why=%r", *fields.values())
+
+
+def name_of(group: Group, info: m.Welcome, live: Served, turn_at: int | None) -> str:
+    """Return the name of the answer to a group. turn_at: version of all KV of the child that it continues; None: it continues
+    none, -1: unknown. Raises NotMemoised."""
+    sampling = group.sampling
+    _refuse(group, info, live, turn_at)
+    drawn = drawn_by(sampling, sampling.seed or 0, info.eos_token_ids)
+    fields = (
+        FORMAT, [getattr(info, name) for name in computed_by(sampling)], live.digest, prompt_digest(group.prompt),
+        sorted(_plain(numbered(drawn, DRAWS)).items()), sorted(numbered(sampling, RETURNS).items()),
+        sampling.n if group.indices is None else None, group.indices, group.score, given_digest(_given(group)),
+    )  # fmt: skip
+    digest = hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()
+    return f"{live.digest[:PREFIX]}-{fields[3][:PREFIX]}-{digest[:DIGITS]}"
+
+
+def refresh_name(info: m.Welcome, manifest: str, partial: bool, adapter: tuple[bytes, str | None] | None, before: str) -> str:
+    """Return the name of a refresh, whose entry is the digest of the weights that it led to.
+
+    Args:
+        manifest: digest of what is sent.
+        adapter: its packed targets and the digest of its base, if one is sent.
+        before: digest of the live weights, and of those without an adapter; counts for what is added to them."""
+    how = [getattr(info, name) for name in COMPUTED_BY]
+    fields = FORMAT, how, manifest, partial, adapter, before if partial or adapter is not None else ""
+    return f"refresh-{hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()[:DIGITS]}"
+
+
+def is_pure(sample: Sample, version: int) -> bool:
+    """Return whether a sample is a function of one set of weights and its arguments."""
+    same = all(each == version for _, each in sample.weight_versions)
+    return sample.finish_reason in KEPT and same and not sample.kv_versions
+
+
+def _refuse(group: Group, info: m.Welcome, live: Served, turn_at: int | None) -> None:
+    """Raises NotMemoised for a group whose answer is no function of its name."""
+    sampling = group.sampling
+    reasons = {
+        "it is drawn again to be verified": group.redraw,
+        f"the bits of arithmetic {info.arithmetic!r} depend on the batch": BATCH in info.arithmetic or not info.arithmetic,
+        "the configuration of the model is unknown": not info.configuration,
+        "the digest of the live weights is unknown": not live.digest,
+        "it has no Sampling.seed": sampling.seed is None and sampling.temperature > 0 and not group.score,
+        "finish_after ends children by the time of others": sampling.finish_after is not None,
+        "max_kv_lag allows KV of older weights": sampling.max_kv_lag > 0,
+        "it continues a child whose KV may be of other weights": turn_at not in (None, live.version),
+        "its children have tokens of other weights": not group.score
+        and any(
+            child.kv_versions or any(version != live.version for _, version in child.weight_versions)
+            for child in group.partials
+        ),
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+        raise NotMemoised(why)
+
+
+def _given(group: Group) -> list[Any]:
+    """Return the given children without the numbers of their versions, which are the live one's, or are not read."""
+    return [msgspec.structs.replace(child, weight_versions=[], kv_versions=[]) for child in group.partials]
+
+
+def _plain(fields: dict[int, Any]) -> dict[int, Any]:
+    """Return fields in an order that does not depend on how they were given."""
+    return {number: sorted(value.items()) if isinstance(value, dict) else value for number, value in fields.items()}
+
+
+# ── entries ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _messages(samples: Sequence[Sample]) -> Iterator[list[Frame]]:
+    """Yield SamplesDone messages of bounded size. Samples of another layout begin a new one. Only the first sample has the
+    routes of the prompt, as those of a service."""
+    some: list[Sample] = []
+    size = 0
+    for place, sample in enumerate(sorted(samples, key=lambda sample: sample.index)):
+        sample = msgspec.structs.replace(sample, prompt_routed_experts=None) if place else sample
+        more = sample.nbytes + SAMPLE_OVERHEAD
+        full = size + more > MESSAGE_BYTES or len(some) == MESSAGE_SAMPLES
+        if some and (full or sample.layout != some[0].layout):
+            yield pack(pack_samples([""] * len(some), some))
+            some, size = [], 0
+        some.append(sample)
+        size += more
+    if some:
+        yield pack(pack_samples([""] * len(some), some))
+
+
+def _samples(data: bytes, group: Group, info: m.Welcome, live: Served, began: float) -> list[Sample] | None:
+    """Return stored samples as those of a group under the live weights; None: they are not of this group, and are not used.
+    began: time.perf_counter of the submission."""
+    bounds = Bounds(info.vocab_size, frozenset(info.eos_token_ids), live.version, routing=info.routing)
+    given = {child.index: child for child in group.partials}
+    decoder: Decoder[m.SamplesDone] = Decoder(m.SamplesDone, m.answer_limits(Limits()))
+    try:
+        messages = msgspec.msgpack.decode(data, type=list[list[bytes]])
+        stored = [sample for frames in messages for sample in unpack_samples(decoder.unpack(list(frames)))]
+        own = {"group_id": group.id, "configuration": info.configuration, "seconds": time.perf_counter() - began, "offloads": 0}
+        samples = [_as_of(sample, live.version, own) for sample in stored]
+        for sample in samples:
+            check_sample(sample, group, given.get(sample.index), bounds)
+        if len({sample.index for sample in samples}) != len(group.wanted) or len(samples) != len(group.wanted):
+            raise ValueError(f"{len(samples)} samples for {len(group.wanted)} children")
+    except (ValueError, RolloutError) as error:
+        log.error("memo entry is not of its group group=%r reason=%r", group.id, str(error))
+        return None
+    return samples
+
+
+def _as_of(sample: Sample, version: int, fields: dict[str, Any]) -> Sample:
+    spans = [(first, version) for first, _ in sample.weight_versions]
+    return msgspec.structs.replace(sample, weight_versions=spans, **fields)
