@@ -89,7 +89,7 @@ class RecordedGroup(msgspec.Struct, kw_only=True):
     """(group id, index) of the child that its prompt continues"""
     given: dict[int, int]
     """number of tokens that children had when it was accepted, by index"""
-    given_digest: str
+    given_digest: str = ""
     """digest of these tokens, and of all else that they bring into the samples; "": none had any"""
     samples: dict[int, RecordedSample] = {}
     """samples that its client got, by index"""
