@@ -437,8 +437,9 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
 
     models.hide_progress_bars()
     folder = models.resolve(options.model)
-    for made in filter(None, (options.out, options.save)):
-        made.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.save is not None:
+        program.make_folder_for_model(options.save)
     model = policy.load(folder, options.seed, options.threads)
     if options.lora:
         model = policy.with_adapters(model, options.lora_rank, options.lora_alpha)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -40,6 +41,14 @@ def run(name: str, main: Callable[[Options], Any], options: type[Options]) -> in
         say(f"{name}: {sentence}")
         return 1
     return result if isinstance(result, int) else 0
+
+
+def make_folder_for_model(path: Path) -> None:
+    """Make the folder that a trained model is saved to. Raises InputError for one that holds files: saving replaces those of a
+    model, and deletes shards of an older one."""
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise InputError(f"--save {path}: holds files, which stay; name a new or an empty folder")
 
 
 def say(text: str) -> None:

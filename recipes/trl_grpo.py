@@ -135,7 +135,7 @@ def main(options: Options) -> int:
     models.hide_progress_bars()
     folder = models.resolve(options.model)
     if options.save is not None:
-        options.save.mkdir(parents=True, exist_ok=True)
+        program.make_folder_for_model(options.save)
     say("starting the service")
     engine = EngineConfig(
         model=str(folder), dtype=options.dtype, kv_tokens=32_768, cpu_offload_gib=0, seed=options.seed, threads=options.threads

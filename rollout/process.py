@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -24,10 +25,15 @@ from pathlib import Path
 import msgspec
 
 from rollout.config import Config, InputError, dump
+from rollout.transport import own_files
 
 STOP_TIMEOUT_S = 15.0
 LOCK = ".lock"
 """file of a folder, held by the processes that need it"""
+LOCK_CONTENT = b"This folder is removed with the processes of rollout that hold this file.\n"
+FOLDER_NAME = re.compile(r"rollout-[a-z]+-[a-z0-9_]{8}")
+READY = re.compile(rb"(?:[a-z]+://[^\n]*(?:\n[^\n]*)?\n?)?")
+"""what a service writes to --ready-file: its address, and perhaps another one"""
 
 
 class ServiceFailed(RuntimeError):
@@ -103,23 +109,27 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         child.stdin.close()
 
 
-def check_writable(flag: str, path: str | None) -> None:
-    """Check that a file can appear at `path`, before anything is done that takes time. Raises InputError."""
+def check_ready_file(path: str | None) -> None:
+    """Check that `--ready-file` can appear at `path`, before anything is done that takes time, and takes the place of no file
+    but one of an earlier service. Raises InputError."""
     if path is None:
         return
     if os.path.isdir(path):
-        raise InputError(f"{flag} {path}: is a folder; name a file in it")
+        raise InputError(f"--ready-file {path}: is a folder; name a file in it")
+    if own_files.is_there(Path(path)) and not own_files.is_own(Path(path), READY):
+        raise InputError(f"--ready-file {path}: is there, and no service wrote it: it stays; name another file, or move it")
     try:
         with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=f".{Path(path).name}."):
             pass
     except OSError as error:
-        raise InputError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None
+        raise InputError(f"--ready-file {path}: {error.strerror}; name a file in a folder that can be written") from None
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file under another name and rename it, so that a process that waits for it never reads a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary = own_files.beside(path)
+    with open(own_files.open_new(temporary, 0o644), "w") as file:
+        file.write(text)
     temporary.rename(path)
 
 
@@ -137,18 +147,19 @@ class Folder:
         remove_dead()
         self.path = Path(tempfile.mkdtemp(prefix=f"rollout-{what}-"))
         new = self.path / f"{LOCK}.new"
-        self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.lock = own_files.open_new(new)
         """descriptor, for children that are to hold it as well (`pass_fds`)"""
         fcntl.flock(self.lock, fcntl.LOCK_SH)
+        os.write(self.lock, LOCK_CONTENT)
         new.rename(self.path / LOCK)  # held from the first moment on
 
     @classmethod
     def of_another(cls, path: Path) -> Folder:
         """Hold, and later remove, the folder of a process that was killed, whose children need it. Raises OSError where it is
-        gone."""
+        gone, or no such folder."""
         folder = cls.__new__(cls)
         folder.path = path
-        folder.lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder.lock = open_lock(path)
         try:
             fcntl.flock(folder.lock, fcntl.LOCK_SH)
             os.stat(path / LOCK)  # it was not removed before the lock was ours
@@ -171,14 +182,25 @@ class Folder:
 def remove_dead() -> None:
     """Remove the folders of this user that no process holds."""
     for path in Path(tempfile.gettempdir()).glob("rollout-*"):
-        with suppress(OSError):  # it belongs to another user, is locked, or another process removes it
-            about = path.lstat()
-            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
-                _remove_if_dead(path)
+        with suppress(OSError):  # it belongs to another user, is locked or no folder of ours, or another process removes it
+            _remove_if_dead(path)
+
+
+def open_lock(path: Path) -> int:
+    """Open the lock of a folder that a `Folder` made. Returns its descriptor. Raises OSError, PermissionError for any other
+    folder."""
+    about = path.lstat()
+    if not (FOLDER_NAME.fullmatch(path.name) and stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()):
+        raise PermissionError(f"{path} is no folder of a process of ours")
+    lock = own_files.open_own(path / LOCK)
+    if own_files.holds(lock, re.compile(re.escape(LOCK_CONTENT))):
+        return lock
+    os.close(lock)
+    raise PermissionError(f"{path}: its {LOCK} is not ours")
 
 
 def _remove_if_dead(path: Path) -> None:
-    lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    lock = open_lock(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)

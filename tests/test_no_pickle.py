@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import dotted
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("engine", "transport", "rollout", "recipes", ".ci")
 MODULES = {"pickle", "_pickle", "pickletools", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
@@ -24,15 +26,6 @@ CALLS = {
 }
 KEYWORDS = {"allow_pickle": True, "weights_only": False, "shell": True, "trust_remote_code": True}
 FROM = {tuple(call.rsplit(".", 1)) for call in CALLS}
-
-
-def dotted(node: ast.expr) -> str:
-    """a.b.c of such an expression, "" of any other."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}" if dotted(node.value) else ""
-    return ""
 
 
 def dangers(source: str) -> set[str]:

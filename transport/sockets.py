@@ -28,6 +28,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -122,6 +123,29 @@ def check_bind(endpoint: str, keyed: bool = False) -> str:
             "or bind to loopback (tcp://127.0.0.1:PORT) or ipc://PATH"
         )
     return f"tcp://{host}:{port}"
+
+
+def check_socket_file(endpoint: str) -> None:
+    """Check the file of ipc://PATH, which libzmq deletes before it binds. Raises ValueError unless there is none, or it is the
+    socket of a process of this user that has ended."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith("@") or path == "*":
+        return
+    try:
+        about = os.lstat(path)
+    except OSError:  # none is there; a path that cannot be bound is libzmq's to refuse
+        return
+    if not stat.S_ISSOCK(about.st_mode) or about.st_uid != os.geteuid():
+        raise ValueError(f"{path} is there, and is no socket of this user: it stays; name another path, or move it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(path)
+        except ConnectionRefusedError:
+            return
+        except BlockingIOError:  # a process listens, and its queue is full
+            pass
+    raise ValueError(f"a process listens at {path}: stop it, or name another path")
 
 
 def is_loopback(host: str) -> bool:
@@ -277,6 +301,7 @@ class ServiceEnd:
             elif self._cookie is not None:
                 require(self._sock)
                 self.authenticator = KeyAuthenticator(self._context, self._cookie)
+            check_socket_file(endpoint)
             self._sock.bind(endpoint)
             self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
             """with the real port, if any free one was requested"""

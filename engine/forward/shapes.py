@@ -8,6 +8,7 @@ The values are those of the config.json that each model was published with.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,10 +182,13 @@ def is_random(folder: str | Path) -> bool:
 
 
 def write_configuration(config: Any, folder: Path) -> None:
-    """Write a model folder without weights. Another process may be reading one with the same content."""
+    """Write a model folder without weights. Another process may be reading one with the same content. Raises FileExistsError
+    for a folder with another model."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
     text, file = config.to_json_string(), folder / "config.json"
+    if os.path.lexists(file) and not is_random(folder):
+        raise FileExistsError(f"{folder} has a model whose weights are not drawn: it stays; move it")
+    os.close(os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
     if not file.is_file() or file.read_text() != text:
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".config-", delete=False) as temporary:
             temporary.write(text)

@@ -15,7 +15,7 @@ from rollout.commands.connecting import connected
 from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.progress import write_line
 from rollout.config import InputError
-from rollout.process import check_writable, write_atomically
+from rollout.process import check_ready_file, write_atomically
 from rollout.transport.keys.files import BadKeys, read_private
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def run(args: HttpArgs) -> int:
         raise InputError(f"{error.name} is not installed: pip install 'rl-rollout[http]'") from error
     from rollout import models
 
-    check_writable("--ready-file", args.ready_file)
+    check_ready_file(args.ready_file)
     settings = settings_of(args)
     models.hide_progress_bars()
     log_to_stderr(args.log_level)

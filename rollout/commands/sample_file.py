@@ -13,6 +13,7 @@ from typing import NamedTuple, TextIO
 import msgspec
 
 from rollout.config import InputError
+from rollout.transport import own_files
 
 AGAIN = ("error", "aborted")
 """finish reasons of samples that `--resume` generates again"""
@@ -76,15 +77,19 @@ def complete_groups(path: Path, prompts: Mapping[str, Prompt], n: int) -> set[st
 
 def keep_groups(path: Path, ids: set[str]) -> None:
     """Drop the samples of other groups, and a torn last line, from the file. It is replaced at once."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    path = path.resolve()  # a link to it stays a link
+    new = own_files.beside(path)
     try:
-        with path.open("rb") as file, new.open("wb") as kept:
-            kept.writelines(raw for raw, sample in zip(file, _written(path), strict=False) if sample.group_id in ids)
-        os.replace(new, path)
+        held = own_files.open_new(new, path.stat().st_mode & 0o777)
+        try:
+            with path.open("rb") as file, open(held, "wb", closefd=False) as kept:
+                kept.writelines(raw for raw, sample in zip(file, _written(path), strict=False) if sample.group_id in ids)
+            os.replace(new, path)
+        finally:
+            own_files.remove_if_same(new, held)
+            os.close(held)
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _written(path: Path) -> Iterator[WrittenSample]:

@@ -18,7 +18,7 @@ from rollout.commands.arguments import ServeArgs, with_address, with_journal, wi
 from rollout.commands.progress import Phases, nothing, write_line
 from rollout.commands.starting import Stopper, open_journal, start
 from rollout.config import Config, InputError
-from rollout.process import Folder, check_writable, write_atomically
+from rollout.process import Folder, check_ready_file, write_atomically
 from rollout.service.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def run(args: ServeArgs) -> int:
     """
     write = nothing if args.quiet else write_line
     config = configured(args)
-    check_writable("--ready-file", args.ready_file)
+    check_ready_file(args.ready_file)
     if config.engine.tp_launcher == "torchrun":
         from rollout.commands import serve_rank
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +21,13 @@ from typing import NamedTuple, Protocol
 from rollout.fleet.survivor import Survivor
 from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
-from rollout.process import LOCK, Folder, write_atomically
+from rollout.process import Folder, open_lock, write_atomically
+from rollout.transport import own_files
 
 PREFIX = "local-"
 """of the names of replicas that the router starts on this host"""
+NOTE = re.compile(rb"(?:/[^\n]*/rollout-fleet-[a-z0-9_]{8}\n[^\n]*\n)?")
+"""content of `RouterFolder`'s note: the folder, and the digest of the configuration"""
 
 log = logger(__name__)
 
@@ -116,24 +120,28 @@ class RouterFolder:
         return f"ipc://{self.path}/join"
 
     def close(self) -> None:
-        if self._note is not None:
+        if self._note is not None and own_files.is_own(self._note, NOTE):
             self._note.unlink(missing_ok=True)
         self.folder.close()
 
 
 def _noted(note: Path | None) -> tuple[Folder | None, str]:
-    """Return the folder of the router before and the digest of its configuration, if replicas still hold the folder."""
-    if note is not None:
-        with suppress(OSError, ValueError):  # there was none, or the file is not whole
-            path, configuration = note.read_text().splitlines()
-            if _is_held(Path(path)):
-                return Folder.of_another(Path(path)), configuration
+    """Return the folder of the router before and the digest of its configuration, if replicas still hold the folder. Raises
+    OSError for a file that is no note."""
+    if note is None or not own_files.is_there(note):
+        return None, ""
+    if not own_files.is_own(note, NOTE):
+        raise FileExistsError(f"{note} is there, and no router wrote it: it stays; name another journal, or move it")
+    with suppress(OSError, ValueError):  # it is empty after a crash of the machine, or the folder is gone
+        path, configuration = note.read_text().splitlines()
+        if _is_held(Path(path)):
+            return Folder.of_another(Path(path)), configuration
     return None, ""
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a process holds the folder. Raises OSError if it is gone."""
-    lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """Whether a process holds the folder. Raises OSError if it is gone, or no folder of ours."""
+    lock = open_lock(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,7 +8,8 @@ programs of other protocols are not: libzmq requires the handshake of ZMTP 3 bef
 A secret is valid as long as its service runs. A refused client reads the file again and sends the new secret, so a program that
 listens at the address between two services learns only an old one.
 
-A service locks its file. A file without a lock belongs to a service that was killed; the next service removes it.
+A service locks its file. A secret without a lock belongs to a service that was killed; the next service removes it. The folder
+may hold other files: only a file of this user whose name and content are those of a secret is ever removed or replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from urllib.parse import quote
 
 import zmq
 
+from rollout.transport import own_files
 from rollout.transport.keys.authenticator import DOMAIN
 from rollout.transport.keys.files import BadKeys
 
@@ -36,6 +38,8 @@ USER = b"rollout"
 NOTHING = "-"
 """sent by a client that found no secret: libzmq accepts no empty one"""
 SECRET = re.compile(rb"[0-9a-f]{64}")
+NAME = re.compile(r"[^/]*:[0-9]+-(0|[0-9a-f]{16})")
+"""of a file in `folder`: host, port and loopback, see `cookie_file`"""
 
 log = logging.getLogger(__name__)
 
@@ -120,13 +124,13 @@ class Cookie:
 
     def reload(self) -> None:
         """Write the file again if it was removed."""
-        if self._path is None or self._path.exists():
+        if self._path is None or own_files.is_there(self._path):
             return
         try:
             self._write(self._path)
             log.warning("the file with the secret was gone, written again path=%s", self._path)
-        except OSError as error:
-            trouble = error.strerror or ""
+        except (OSError, BadKeys) as error:
+            trouble = getattr(error, "strerror", "") or str(error)
             if trouble != self._trouble:  # once, however often it is tried again
                 log.error("the file with the secret is gone, new clients are refused path=%s reason=%s", self._path, trouble)
             self._trouble = trouble
@@ -141,25 +145,30 @@ class Cookie:
     def close(self) -> None:
         """Remove the file, unless it is another service's by now. May be repeated."""
         if self._path is not None:
-            _remove_if(self._path, self._held)
+            own_files.remove_if_same(self._path, self._held)
             os.close(self._held)
             self._path = None
 
     def _write(self, path: Path) -> None:
-        """Write the file atomically, locked, readable only by its owner from the first byte on. Raises OSError."""
+        """Write the file atomically, locked, readable only by its owner from the first byte on. Raises OSError, BadKeys where
+        something else has its name."""
         if self._makes_folder:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        held = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if own_files.is_there(path) and not own_files.is_own(path, SECRET):
+            raise BadKeys(
+                f"{path} is to hold the secret of this address, and is something else, which stays: move it, or name another "
+                f"address, or set {FOLDER_VARIABLE}"
+            )
+        temporary = own_files.beside(path)
+        held = own_files.open_new(temporary)
         try:
-            os.fchmod(held, 0o600)
             with suppress(OSError):  # a file system without locks: a file that was removed as dead is written again
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(held, self._secret.encode())
             os.replace(temporary, path)
         except OSError:
+            own_files.remove_if_same(temporary, held)
             os.close(held)
-            temporary.unlink(missing_ok=True)
             raise
         if self._held >= 0:
             os.close(self._held)
@@ -167,28 +176,22 @@ class Cookie:
 
 
 def remove_dead(where: Path) -> None:
-    """Remove the files of services that were killed: they have no lock."""
+    """Remove the secrets of services that were killed: they have no lock. Every other file stays."""
     for path in where.iterdir():
-        if path.name.startswith("."):
-            continue  # that one is being written
+        if not NAME.fullmatch(path.name):
+            continue
         try:
-            found = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = own_files.open_own(path)
         except OSError:
             continue
         try:
             fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_if(path, found)
+            if own_files.holds(found, SECRET) and not _not_alone(os.fstat(found)):
+                own_files.remove_if_same(path, found)
         except OSError:
             pass  # its service lives
         finally:
             os.close(found)
-
-
-def _remove_if(path: Path, opened: int) -> None:
-    """Remove a file if it is still the one that was opened."""
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(opened), os.stat(path)):
-            path.unlink()
 
 
 def _not_alone(about: os.stat_result) -> bool:

@@ -17,6 +17,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 import zmq
 
+from rollout.transport import own_files
+
 FILE_VERSION = 1
 DEFAULT_FILE = "rollout-keys/service.json"
 SERVICE_TAG, CLIENT_TAG = "rollout service keys", "rollout connection"
@@ -110,22 +112,28 @@ def _read(path: Path) -> ServiceKeys | ClientKeys:
 
 
 def _write(path: Path, keys: ServiceKeys | ClientKeys, replace: bool) -> None:
-    """Write a file atomically, readable only by its owner from the first byte on. Raises BadKeys."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file atomically, readable only by its owner from the first byte on. replace: it is there, and was read as a key
+    file; a link to it stays a link. Raises BadKeys."""
+    path = Path(os.path.realpath(path)) if replace else path
+    temporary = own_files.beside(path)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
+        held = own_files.open_new(temporary)
+    except OSError as error:
+        raise BadKeys(f"key file {path}: {error.strerror}") from None
+    try:
+        with open(held, "wb", closefd=False) as file:
             file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(held)
         if replace:
             os.replace(temporary, path)
         else:
             os.link(temporary, path)  # fails if it exists
-            os.unlink(temporary)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise BadKeys(f"key file {path}: {error.strerror}") from None
+    finally:
+        own_files.remove_if_same(temporary, held)
+        os.close(held)
 
 
 @contextmanager
