@@ -7,8 +7,10 @@ wrong tokens are not found here; docs/fleet.md describes what finds those.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from rollout.engine.types import (
     SEED_LIMIT,
     Group,
+    KVSpans,
     PartialSample,
     Refreshed,
     Routing,
@@ -30,6 +33,8 @@ ROUNDING = 1e-4
 """by which a log-prob may exceed 0, because of float32 sums"""
 LOWEST = float(np.finfo(np.float32).min)
 """lower values are -inf"""
+Pieces = tuple[tuple[int, int], ...]
+"""(first position, version of the weights that computed the KV from there on), ascending"""
 DTYPES = {"logprobs": np.float32, "raw_logprobs": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
 
 
@@ -49,6 +54,12 @@ class Bounds(NamedTuple):
     was_live: Callable[[int], bool] = any_version
     routing: Routing | None = None
     """shape of the routes that the service keeps"""
+    newest_version: Callable[[], int] | None = None
+    """returns the newest version that was live; None: unknown, then a child may end as "stale" at any time"""
+    deadline_at: float = -math.inf
+    """time.monotonic before which no child can end as "deadline\""""
+    any_kv: bool = False
+    """whether KV may be of any older weights: what the group continued is unknown"""
 
 
 NOTHING = Bounds(0, frozenset())
@@ -78,10 +89,17 @@ def check_sample(sample: Sample, group: Group, partial: PartialSample | None, bo
     _check_values(sample, skip, bounds.vocab_size, given=group.score and not group.redraw)
     _check_partial(sample, partial, group)
     _check_versions(sample, skip, bounds)
-    if not valid_kv_spans(sample.kv_versions, len(sample.token_ids)):
-        raise _wrong(sample, "kv_versions", sample.kv_versions, "spans that ascend, within its tokens")
+    check_kv(sample, group, partial, bounds)
     _check_ranks(sample, group, bounds.vocab_size)
-    _check_end(sample, group, partial, bounds.eos_token_ids)
+    _check_end(sample, group, partial, bounds)
+
+
+def check_group(samples: Iterable[Sample], group: Group) -> None:
+    """Raises ValueError if children of a complete group were cut, and fewer than `finish_after` have ended by themselves."""
+    enough, reasons = group.sampling.finish_after, [sample.finish_reason for sample in samples]
+    ended = sum(reason in ("stop", "length") for reason in reasons)
+    if enough is not None and "cut" in reasons and {*reasons} <= {"cut", "stop", "length"} and ended < enough:
+        raise ValueError(f"{reasons.count('cut')} children were cut, and {ended} ended by themselves: must be {enough}")
 
 
 def _check_ranks(sample: Sample, group: Group, vocab_size: int) -> None:
@@ -101,6 +119,12 @@ def check_chunk(chunk: TokenChunk, group: Group, bounds: Bounds) -> None:
     _check_routes(chunk, group.sampling, bounds.routing)
     _check_values(chunk, 0, bounds.vocab_size, given=False)
     _check_versions(chunk, 0, bounds)
+    oldest = 0 if group.after is not None else max(0, bounds.least_version - group.sampling.max_kv_lag)
+    for at, _, version in chunk.kv_versions:
+        if not (oldest <= version <= version_at(chunk.weight_versions, at) and bounds.was_live(version)):
+            raise _wrong(
+                chunk, "kv_versions", chunk.kv_versions, f"of weights from {oldest} on that were live before the token"
+            )
 
 
 def check_goes_on(sample: Sample, known: PartialSample) -> None:
@@ -251,6 +275,48 @@ def _check_versions(child: Sample | TokenChunk, skip: int, bounds: Bounds) -> No
             raise _wrong(child, "weight_versions", spans, f"versions that were live; {version} never was")
 
 
+def check_kv(sample: Sample, group: Group, partial: PartialSample | None, bounds: Bounds) -> None:
+    """Raises ValueError for spans of KV that are none, that differ from those that the child had, or that no engine can have
+    read: it reads KV of the weights that generate the token, of those that generated its tokens before (kv="keep"), of prompts
+    as old as `max_kv_lag` allows, and of any age of the turn that it continues. It says only what does not follow."""
+    spans, tokens = sample.kv_versions, len(sample.token_ids)
+    skip = 0 if partial is None or group.score else len(partial.token_ids)
+    if not spans and not (partial is not None and partial.kv_versions):
+        return
+    if not valid_kv_spans(spans, tokens):
+        raise _wrong(sample, "kv_versions", spans, "spans that ascend, within its tokens")
+    if partial is not None and skip and [span for span in spans if span[0] < skip] != partial.kv_versions:
+        raise _wrong(sample, "kv_versions", spans, f"{partial.kv_versions} of the partial sample, then others")
+    first = version_at(sample.weight_versions, skip)
+    oldest = 0 if bounds.any_kv or group.after is not None else max(0, first - group.sampling.max_kv_lag)
+    stated = {token for token, *_ in spans}
+    for at, before, kv in _kv_reads(spans, skip, tokens):
+        own = version_at(sample.weight_versions, at)
+        follows = at in stated and kv == (before or ((0, own),))
+        positions, versions = zip(*kv, strict=True)
+        if positions[0] != 0 or positions[-1] >= sample.prompt_tokens + at or versions[-1] != own or follows:
+            raise _wrong(
+                sample, "kv_versions", spans, f"spans of all KV that token {at} of version {own} has read, if they differ"
+            )
+        for version in versions:
+            if not (oldest <= version <= own and bounds.was_live(version)):
+                must = f"of weights from {oldest} to {own} that were live; {version} cannot have computed KV of token {at}"
+                raise _wrong(sample, "kv_versions", spans, must)
+
+
+def _kv_reads(spans: KVSpans, skip: int, tokens: int) -> Iterator[tuple[int, Pieces, Pieces]]:
+    """Yield each token from `skip` on whose KV is stated, with the pieces before and those that it has read; first `skip`
+    itself, if spans of tokens before it hold on."""
+    kv: Pieces = ()
+    stated = {at: [*added] for at, added in groupby(spans, lambda span: span[0])}
+    for at in sorted({*stated, skip} if skip < tokens else stated):
+        before = kv
+        for _, position, version in stated.get(at, ()):
+            kv = (*(piece for piece in kv if piece[0] < position), (position, version))
+        if at >= skip and kv:
+            yield at, before, kv
+
+
 def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
     """Return the versions of the tokens after the first `skip`, in order. Raises ValueError for invalid spans."""
     spans, tokens = child.weight_versions, len(child.token_ids)
@@ -260,7 +326,7 @@ def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:
     return [version_at(spans, skip), *(version for first, version in spans if first > skip)] if tokens > skip else []
 
 
-def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos: frozenset[int]) -> None:
+def _check_end(sample: Sample, group: Group, partial: PartialSample | None, bounds: Bounds) -> None:
     """Check that a child may end for this reason, with these tokens."""
     reason, sampling, tokens = sample.finish_reason, group.sampling, sample.token_ids
     most = sampling.max_tokens if partial is None or not group.score else len(partial.token_ids)
@@ -268,15 +334,15 @@ def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos:
         case "length":
             allowed = not group.score and len(tokens) == most
         case "stop":
-            allowed = not group.score and len(tokens) > sampling.min_tokens and _stops(sample, sampling, eos)
+            allowed = not group.score and len(tokens) > sampling.min_tokens and _stops(sample, sampling, bounds.eos_token_ids)
         case "scored":
             allowed = group.score and (len(tokens) == most or (group.redraw and 0 < len(tokens) < most))
         case "cut":
             allowed = not group.score and sampling.finish_after is not None
         case "deadline":
-            allowed = sampling.deadline_s is not None
+            allowed = sampling.deadline_s is not None and time.monotonic() >= bounds.deadline_at
         case "stale":
-            allowed = sampling.max_version_lag is not None and len(tokens) > 0
+            allowed = len(tokens) > 0 and _is_stale(sample, sampling.max_version_lag, bounds)
         case _:  # "error", and "aborted", which another client may cause
             allowed = True
     if not allowed:
@@ -285,6 +351,12 @@ def _check_end(sample: Sample, group: Group, partial: PartialSample | None, eos:
     stops = reason == "stop" or (reason == "scored" and group.redraw)
     if (by is None) != (end is None) or by is not None and (not stops or by not in sampling.stop) or (end or 0) < 0:
         raise _wrong(sample, "stopped_by, text_end", (by, end), "one of Sampling.stop, and where it begins, or None")
+
+
+def _is_stale(sample: Sample, lag: int | None, bounds: Bounds) -> bool:
+    """Return whether a child's first token can have become too old."""
+    newest = None if bounds.newest_version is None else bounds.newest_version()
+    return lag is not None and (newest is None or newest - sample.weight_versions[0][1] > lag)
 
 
 def _stops(sample: Sample, sampling: Sampling, eos: frozenset[int]) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, html_table, no_tokens
-from rollout.transport.checks import NOTHING, Bounds, any_version, check_chunk, check_goes_on, check_sample
+from rollout.transport.checks import NOTHING, Bounds, check_chunk, check_goes_on, check_group, check_sample
 from rollout.transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from rollout.transport.frames import Frame
 
@@ -277,11 +277,9 @@ class OpenHandle(Handle):
         self.sent_at: float | None = None
         """time.monotonic of sending; None: unsent"""
         self.bounds = NOTHING
-        """bounds of its samples; set when it is sent"""
+        """bounds of its samples as far as the caller knows them; those of the model are added when it is sent"""
         self.on_arrival: Callable[[OpenHandle, list[Sample]], None] | None = None
         """called with new samples before any caller gets them, under the lock of the handle"""
-        self.was_live: Callable[[int], bool] = any_version
-        """whether a version of the weights was ever live, if the caller knows"""
 
     @property
     def may_pin_kv(self) -> bool:
@@ -308,6 +306,8 @@ class OpenHandle(Handle):
                 self._in_flight -= most
                 self._outputs.end(sample.index)
                 new.append(self._completed(sample))
+            if new and len(self._samples) + len(new) == self.n:
+                check_group([*self._samples, *new], self.group)
             self._samples += new
             self._ended = self._ended or len(self._samples) == self.n
             if self.on_arrival is not None and new:

@@ -134,7 +134,10 @@ class OpenGroups:
             return None
         heappop(self._unsent)
         least = max(self._weights.live.version, handle.bounds.least_version)
-        handle.bounds = self.bounds._replace(least_version=least, was_live=handle.was_live)
+        model = self.bounds
+        handle.bounds = handle.bounds._replace(
+            vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, routing=model.routing, least_version=least
+        )
         handle.configuration = self.configuration
         self.sent[handle.group_id] = handle
         self._sent_samples += handle.n

@@ -143,7 +143,7 @@ class GroupCheck:
     def _at_once(self, sample: Sample, receipt: Receipt | None) -> Verified | None:
         """Return the result for a sample that is impossible, or that cannot be computed here; None: draw it again."""
         info, sampling = self._here.info, self._sampling
-        bounds = Bounds(info.vocab_size, frozenset(info.eos_token_ids), routing=info.routing)
+        bounds = Bounds(info.vocab_size, frozenset(info.eos_token_ids), routing=info.routing, any_kv=True)
         if sample.finish_reason == "scored":
             return _unknown(sample, "its tokens were given, not sampled")
         try:

@@ -347,6 +347,7 @@ class Fleet:
             "fleet": {
                 **totals(self.replicas, self._groups, self.verifier),
                 "bans": self._joins.owners.described(),
+                "suspended": self.verifier.shares.names(time.monotonic()),
             },
             "replicas": [described(one, self._joins.pid(one.name), len(self._groups.at[one])) for one in replicas],
         }

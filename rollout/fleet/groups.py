@@ -8,8 +8,10 @@ A child is a function of (arithmetic, weights, prompt, seed, index), so it may b
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,11 +29,16 @@ from rollout.fleet.replica_set import ReplicaSet
 from rollout.fleet.retries import candidates, concerns_group, count_failure, exhausted, runs_again
 from rollout.fleet.sample_locations import SampleLocations
 from rollout.fleet.verifier import Judged, Verifier
-from rollout.transport.checks import NOTHING
+from rollout.fleet.weights import FleetWeights
+from rollout.transport.checks import NOTHING, Bounds
 from rollout.transport.errors import NotBelieved, RolloutError, ServiceLost, StaleWeights
 
 MAX_PLACED = 2048
 """children of waiting groups that are sent, or ended, in one iteration of the loop"""
+
+
+CLOCKS = 0.99
+"""of a deadline that a replica must wait for, by the router's clock"""
 
 
 class GroupFailure(NamedTuple):
@@ -94,25 +101,20 @@ class FleetGroups:
         if one.cut:
             self._end(one, sorted(one.unplaced - one.cancelled), "cut")
         self._end(one, sorted(one.unplaced & one.cancelled), "aborted")
-        judges = one.group.redraw and self._verifier.on  # the samples of others: replicas that are doubted do not
-        replicas = candidates(one, self._replicas.trusted() if judges else self._replicas.serving())
+        trusted = self._replicas.trusted() if self._verifier.on else []
+        judges = one.group.score and self._verifier.on  # nothing verifies a score, and who is doubted does not verify others
+        replicas = candidates(one, trusted if judges else self._verifier.not_suspended(self._replicas.serving(), now))
         if judges and not replicas:
-            self._end(one, sorted(one.unplaced), "error", "no trusted replica (fleet.trust) serves, and others do not verify")
+            self._end(one, sorted(one.unplaced), "error", "no trusted replica (fleet.trust) serves, and others do not score")
         if not one.unplaced or not replicas:
             if one.unplaced:
                 self.waiting[one.group.id] = one
             return
         self.waiting.pop(one.group.id, None)
-        ranking = routing.ranked(one.group.prompt, list(replicas))
-        if (found := self._locations.find(one.group.after)) is not None and found.replica.name in replicas:
-            ranking = [found.replica.name, *(name for name in ranking if name != found.replica.name)]
-        loads = {name: replica.load for name, replica in replicas.items()}
-        wanted, tokens = sorted(one.unplaced), one.group.sampling.max_tokens
-        whole = one.group.sampling.finish_after is not None  # its children are counted on one replica
-        for indices in [tuple(wanted)] if whole else routing.parts(wanted, tokens, loads):
-            name = routing.choose(ranking, loads)
-            self._send(one, indices, replicas[name], now)
-            loads[name] = replicas[name].load
+        doubted = one.unplaced & one.doubted if trusted else set()
+        for wanted, some in ((one.unplaced - doubted, replicas), (doubted, candidates(one, trusted))):
+            for indices, replica in places(one, sorted(wanted), some, self._locations):
+                self._send(one, indices, replica, now)
 
     def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float) -> None:
         name = f"{one.group.id}/{next(self._numbers)}"
@@ -126,8 +128,7 @@ class FleetGroups:
         self.at[replica].add(part)
         replica.load += len(one.group.prompt) + len(indices) * one.group.sampling.max_tokens
         assert replica.link is not None
-        handle.bounds = NOTHING._replace(least_version=submit.require_version)
-        handle.was_live = self._replicas.weights.versions.__contains__
+        handle.bounds = bounds_of(group, self._replicas.weights, submit.require_version)
         handle.on_cancel = replica.link.cancel
         if group.sampling.stream_every:
             handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # wakes the service
@@ -170,7 +171,9 @@ class FleetGroups:
     def judged(self, judged: Judged) -> None:
         """Deliver a held child, or generate it again if it is a lie."""
         one, sample = judged.held.one, judged.held.sample
-        if judged.liar is None and not is_banned(judged.held.origins):
+        if judged.again:
+            self._repeat_trusted(one, sample)
+        elif judged.liar is None and not is_banned(judged.held.origins):
             self._deliver(one, sample, judged.held.origins, judged.verified)
         else:
             self._repeat(one, sample)
@@ -230,8 +233,11 @@ class FleetGroups:
             for rival in rivals:
                 rival.handle.cancel([sample.index])  # it was moved, and has arrived from the lost replica
             done = msgspec.structs.replace(sample, group_id=one.group.id)
-            if not self._verifier.hold(one, done, origins):
-                self._deliver(one, done, origins)
+            match self._verifier.decide(one, done, origins, self._replicas.weights.version):
+                case "deliver":
+                    self._deliver(one, done, origins)
+                case "again":
+                    self._repeat_trusted(one, done)
 
     def _deliver(self, one: OpenGroup, sample: Sample, origins: Origins, verified: bool = False) -> None:
         for owner in {owner for _, owner in origins if owner is not None and not (owner.trusted or verified)}:
@@ -243,6 +249,14 @@ class FleetGroups:
         one.finished -= sample.finish_reason in ("stop", "length")
         one.forget([sample.index])
         self.waiting[one.group.id] = one
+
+    def _repeat_trusted(self, one: OpenGroup, sample: Sample) -> None:
+        """Generate a finished child again on a trusted replica: nothing proves it right. One that was aborted ends without its
+        tokens."""
+        one.doubted.add(sample.index)
+        self._repeat(one, sample)
+        if sample.finish_reason == "aborted":
+            self._end(one, [sample.index], "aborted")
 
     def _again(self, part: PlacedChildren, sample: Sample) -> None:
         """Continue a child elsewhere, from its tokens unless it ended as "error\"."""
@@ -322,6 +336,34 @@ class FleetGroups:
             self.waiting.pop(one.group.id, None)
         if not one.left:
             del self.open[one.group.id]
+
+
+def places(
+    one: OpenGroup, wanted: list[int], replicas: Mapping[str, Replica], locations: SampleLocations
+) -> Iterator[tuple[tuple[int, ...], Replica]]:
+    """Divide children among replicas. Yields the children of each; the caller sends them at once."""
+    if not wanted:
+        return
+    ranking = routing.ranked(one.group.prompt, list(replicas))
+    if (found := locations.find(one.group.after)) is not None and found.replica.name in replicas:
+        ranking = [found.replica.name, *(name for name in ranking if name != found.replica.name)]
+    loads = {name: replica.load for name, replica in replicas.items()}
+    whole = one.group.sampling.finish_after is not None  # its children are counted on one replica
+    for indices in [tuple(wanted)] if whole else routing.parts(wanted, one.group.sampling.max_tokens, loads):
+        name = routing.choose(ranking, loads)
+        yield indices, replicas[name]
+        loads[name] = replicas[name].load
+
+
+def bounds_of(group: Group, weights: FleetWeights, least_version: int) -> Bounds:
+    """Return what the router knows of a group that it sends now: which versions were live, and when its deadline ends."""
+    deadline_s = group.sampling.deadline_s
+    return NOTHING._replace(
+        least_version=least_version,
+        was_live=weights.versions.__contains__,
+        newest_version=lambda: weights.versions.newest,
+        deadline_at=-math.inf if deadline_s is None else time.monotonic() + CLOCKS * deadline_s,
+    )
 
 
 def first_of(waiting: Mapping[str, OpenGroup]) -> list[OpenGroup]:

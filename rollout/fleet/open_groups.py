@@ -65,6 +65,8 @@ class OpenGroup:
     """of the tokens in `partials`"""
     held: dict[int, Held] = field(default_factory=dict)
     """finished children that are verified"""
+    doubted: set[int] = field(default_factory=set)
+    """children that are generated again on trusted replicas: what others sent of them could not be verified"""
     cancelled: set[int] = field(default_factory=set)
     """aborted children"""
     failed_on: set[str] = field(default_factory=set)

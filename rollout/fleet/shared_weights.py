@@ -46,13 +46,19 @@ class SharedWeights(msgspec.Struct, frozen=True, eq=False):
 
 
 class Versions:
-    """The MAX_VERSIONS newest versions that are or were live. Read by any thread: the set is replaced, never changed."""
+    """The MAX_VERSIONS newest versions that are or were live; of older ones nothing is known, so each may have been. Read by
+    any thread: the set is replaced, never changed."""
 
     def __init__(self, version: int) -> None:
         self._known = frozenset((version,))
 
     def __contains__(self, version: int) -> bool:
-        return version in self._known
+        return version in self._known or version < min(self._known)
+
+    @property
+    def newest(self) -> int:
+        """Return the newest version that a replica may have."""
+        return max(self._known)
 
     def add(self, version: int) -> None:
         """Add a version that replicas are about to get."""

@@ -2,6 +2,7 @@
 
     FleetGroups ─→ choose ─→ hold ─→ queue ─→ GroupCheck, a redraw on a trusted replica ─→ Judged ─→ FleetGroups
                      └ not chosen: delivered at once          full, too late, refused: skipped
+                                                              no verdict: generated again on a trusted replica
 
 A child is chosen when it arrives, by a random number that only the router has: the replica has made all of it by then. Children
 of one group that wait together share the prefill of its prompt.
@@ -16,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rollout.client.submission import handle_of, submit_of
 from rollout.client.verification import GroupCheck, Here, Verified
@@ -25,6 +26,7 @@ from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.open_groups import Held, OpenGroup, Origins, is_untrusted
 from rollout.fleet.owners import Owner
 from rollout.fleet.replica import Replica
+from rollout.fleet.unclear import UnclearShares, is_unclear
 from rollout.logs import logger
 from rollout.transport.checks import NOTHING
 from rollout.transport.errors import GroupFailed, NotBelieved, RolloutError, ServiceLost
@@ -51,6 +53,10 @@ class Verification:
     """returns a number in [0, 1) that no replica can predict"""
 
 
+Decision = Literal["deliver", "hold", "again"]
+"""a child is delivered now, or after its verdict, or is generated again on a trusted replica"""
+
+
 class Judged(NamedTuple):
     """A held child may be delivered, unless there is a liar."""
 
@@ -61,6 +67,8 @@ class Judged(NamedTuple):
     """evidence against the liar"""
     verified: bool = False
     """it is proven right"""
+    again: bool = False
+    """nothing proves it right or wrong: it is to be generated again on a trusted replica"""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +100,8 @@ class Verifier:
         self._held_tokens = 0
         self._numbers = itertools.count(1)
         self._last_skip = ""
+        self.shares = UnclearShares()
+        """samples that cannot be verified"""
 
     @property
     def on(self) -> bool:
@@ -113,18 +123,34 @@ class Verifier:
         checked = sum(len(check.held) for checks in self._checks.values() for check in checks)
         return checked + sum(map(len, self._queue.values()))
 
-    def hold(self, one: OpenGroup, sample: Sample, origins: Origins) -> bool:
-        """Choose whether a finished child is delivered after its verdict. False: deliver it now."""
-        if not (len(sample.token_ids) and is_untrusted(origins)) or self._options.draw() >= self._options.share:
-            return False
-        held = Held(one, sample, origins, time.monotonic() + self._options.wait_s)
+    def decide(self, one: OpenGroup, sample: Sample, origins: Origins, live: int) -> Decision:
+        """Choose what becomes of a finished child. live: version of the weights."""
+        if not (self.on and origins and len(sample.token_ids)):
+            return "deliver"
+        unclear, now = is_unclear(sample, live), time.monotonic()
+        if not is_untrusted(origins):
+            self.shares.add_trusted(unclear)
+            return "deliver"
+        too_many = self.shares.add(_doubted(origins), unclear, now)
+        if not too_many and self._options.draw() >= self._options.share:
+            return "deliver"
+        held = Held(one, sample, origins, now + self._options.wait_s)
+        if unclear:
+            self._count("unverifiable", [held])
+            return "again"
         if self._held_tokens + held.tokens > MOST_TOKENS:
             self._skip([held], f"{self._held_tokens} tokens wait to be verified")
-            return False
+            return "deliver"
         self._held_tokens += held.tokens
         one.held[sample.index] = held
         self._queue.setdefault(one.group.id, []).append(held)
-        return True
+        return "hold"
+
+    def not_suspended(self, replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
+        """Leave out the replicas of suspended owners, unless no others serve."""
+        if not self.shares.suspended:
+            return replicas
+        return [one for one in replicas if not self.shares.is_suspended(one.owner, now)] or replicas
 
     def release(self, one: OpenGroup, indices: Iterable[int]) -> list[Held]:
         """Give up the verification of held children of a group. Returns them."""
@@ -236,7 +262,7 @@ class Verifier:
         if liar is not None:
             log.error("trusted replicas differ: %s of %s", evidence(held, verdict, by), liar.name)
         self._count("verified" if verdict.ok else "unverifiable", [held])
-        return Judged(held, verified=verdict.ok is True)
+        return Judged(held, verified=verdict.ok is True, again=verdict.ok is None)
 
     def _end(self, check: Check) -> None:
         self._checks[check.replica].remove(check)
@@ -259,13 +285,18 @@ class Verifier:
     def _count(self, what: str, held: Sequence[Held]) -> None:
         self.counts[what] += len(held)
         for each in held:
-            for owner in {owner for _, owner in each.origins if owner is not None and not owner.trusted}:
+            for owner in _doubted(each.origins):
                 owner.counts[what] += 1
 
     def _deliver(self, judged: Iterable[Judged]) -> None:
         for each in list(judged):
             self.release(each.held.one, [each.held.sample.index])
             self._judged.append(each)
+
+
+def _doubted(origins: Origins) -> set[Owner]:
+    """Return the owners of tokens who are not trusted."""
+    return {owner for _, owner in origins if owner is not None and not owner.trusted}
 
 
 def accused(verdict: Verified, origins: Origins) -> Owner | None:

@@ -179,7 +179,7 @@ class FleetWeights:
         else:
             log.warning("weights lost with the replicas version=%d newest=%d others=%s", self.version, newest.version, others)
         self.live.since = self.version
-        self.versions.add(self.version)
+        self.versions = Versions(self.version)  # replicas that served another router may have KV of any before
 
     # a refresh of all
 

@@ -400,7 +400,7 @@ def test_nothing_is_waited_for_where_no_replica_is_left(routers: Routers) -> Non
     child.wait(WAIT)
     second = routers.start(1)
     assert not second.folder.returning and Survivor.of(child.pid) is None
-    routers.note.write_text("{")
+    routers.note.write_text("")
     assert not RouterFolder(routers.note, "a").returning
 
 

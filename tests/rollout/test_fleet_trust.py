@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +28,7 @@ from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served,
 from rollout.fleet import verifier as verifier_module
 from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.owners import MOST_GROUPS, Ban, Owner, Owners
+from rollout.fleet.unclear import FIRST_S, LEAST, UnclearShares
 from rollout.fleet.verifier import Verification
 from rollout.service.journal import BanRow, Journal
 from tests.support.fleet import (
@@ -492,7 +495,7 @@ def test_only_trusted_replicas_judge() -> None:
         fleet.replicas.trusted = list  # type: ignore[method-assign]
         fleet.submit(REPLACE(group(1), id="g3", partials=partials, score=True, redraw=True))
         assert {one.error for one in collect(fleet, 4).values()} == {
-            "no trusted replica (fleet.trust) serves, and others do not verify"
+            "no trusted replica (fleet.trust) serves, and others do not score"
         }
 
 
@@ -597,3 +600,116 @@ def test_the_router_reads_bans_from_its_journal(tmp_path: Path) -> None:
     assert [owner.name for owner in owners_of(FleetConfig(), journal).banned] == ["key gpu"]
     journal.close()
     assert not owners_of(FleetConfig(), None).banned
+
+
+# claims that make a sample one that cannot be verified
+
+UNCLEAR: dict[str, Change] = {
+    "KV of no version": lambda one: REPLACE(other_token(7)(one), kv_versions=[(0, 0, 99)]),
+    "KV of its own": lambda one: REPLACE(other_token(7)(one), kv_versions=[(0, 0, one.weight_versions[0][1])]),
+    "KV of before": lambda one: REPLACE(
+        other_token(7)(one), kv_versions=[(0, 0, 0), (0, one.prompt_tokens - 1, one.weight_versions[0][1])]
+    ),
+    "several versions": lambda one: REPLACE(other_token(7)(one), weight_versions=[(0, 1), (5, 2)]),
+    "aborted": lambda one: REPLACE(other_token(7)(one), finish_reason="aborted"),
+}
+
+
+@pytest.mark.parametrize("claim", UNCLEAR)
+def test_no_claim_keeps_a_lie_from_being_found(claim: str) -> None:
+    """No refresh takes place while the children live: the router knows that no such claim is possible."""
+    with trusting() as (fleet, threads):
+        refresh(fleet, 1)
+        threads.again = False
+        lies(threads, UNCLEAR[claim])
+        for i in range(8):
+            fleet.submit(group(i))
+        check(collect(fleet, 32).values())
+        (about,) = [one for one in fleet.status()["replicas"] if one["name"] == "r1"]
+        assert about["state"] == "dead" and counts(fleet)[2] == 0
+
+
+def refreshed_while_it_runs(fleet: Fleet, number: int, version: int) -> None:
+    """Submit groups, and refresh the weights while they run."""
+    for i in range(number, number + 8):
+        fleet.submit(group(i, max_tokens=60))
+    for _ in range(3):
+        fleet.step()
+    refresh(fleet, version)
+
+
+def test_what_cannot_be_verified_is_generated_again_on_a_trusted_replica() -> None:
+    """A liar that lies about each sample with several versions, which are possible: refreshes take place."""
+
+    def lie(sample: Sample) -> Sample:
+        return other_token(7)(sample) if len(sample.weight_versions) > 1 else sample
+
+    with trusting(step_s=0.001) as (fleet, threads):
+        lies(threads, lie)
+        ended = recorded(fleet)
+        for version in range(1, 4):
+            refreshed_while_it_runs(fleet, 8 * version, version)
+        step_until(fleet, lambda: len(ended) == 96, "all have ended")
+        check(ended)
+        assert counts(fleet)[2] > 0 and not fleet.status()["fleet"]["bans"]
+
+
+def test_what_cannot_be_verified_was_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(verifier_module, "is_unclear", lambda sample, live: False)
+    judged_as = verifier_module.Verifier._judged_as
+    monkeypatch.setattr(
+        verifier_module.Verifier, "_judged_as", lambda self, *given: judged_as(self, *given)._replace(again=False)
+    )
+
+    def lie(sample: Sample) -> Sample:
+        return other_token(7)(sample) if len(sample.weight_versions) > 1 else sample
+
+    with trusting(step_s=0.001) as (fleet, threads):
+        lies(threads, lie)
+        ended = recorded(fleet)
+        refreshed_while_it_runs(fleet, 8, 1)
+        step_until(fleet, lambda: len(ended) == 32, "all have ended")
+        with pytest.raises(AssertionError):
+            check(ended)
+
+
+def test_an_owner_with_more_of_them_than_trusted_replicas_is_suspended() -> None:
+    """Few samples are verified, so most would be delivered. Those beyond the share of the trusted replicas are not."""
+    shares = UnclearShares()
+    liar, honest, slow = Owner("l", "liar"), Owner("h", "honest"), Owner("s", "slow")
+    too_many: Counter[str] = Counter()
+    for i in range(400):
+        shares.add_trusted(i % 10 == 0)
+        too_many["honest"] += shares.add([honest], i % 10 == 0, float(i))
+        too_many["slow"] += shares.add([slow], i % 10 < 3, float(i))
+        too_many["liar"] += shares.add([liar], True, float(i))
+    assert too_many == {"honest": 0, "slow": 0, "liar": 400 - LEAST}
+    assert [shares.is_suspended(one, 400.0) for one in (liar, slow, honest)] == [True, False, False]
+    assert shares.times[liar] > 1 and shares.suspended[liar] == LEAST + 7 * FIRST_S, "it doubles"
+
+
+def test_a_suspended_owner_gets_no_groups_unless_there_is_no_other() -> None:
+    with trusting(Verification(0.01, draw=lambda: 0.5)) as (fleet, threads):
+        owner = fleet.replicas.by_name["r1"].owner
+        fleet.verifier.shares.suspended[owner] = math.inf
+        for i in range(8):
+            fleet.submit(group(i))
+        check(collect(fleet, 32).values())
+        assert not ran(threads, "r1") and fleet.status()["fleet"]["suspended"] == ["replica r1"]
+        fleet.replicas.lose(fleet.replicas.by_name["r0"], "a test")
+        for i in range(8, 12):
+            fleet.submit(group(i))
+        check(collect(fleet, 16).values())
+        assert ran(threads, "r1")
+
+
+def test_scores_are_computed_by_trusted_replicas() -> None:
+    """Nothing verifies a score."""
+    with trusting() as (fleet, _):
+        fleet.submit(group(1))
+        partials = tuple(PartialSample.of(one) for _, one in sorted(collect(fleet, 4).items()))
+        for i in range(8):
+            fleet.submit(REPLACE(group(i), id=f"s{i}", partials=partials, score=True))
+        parts = [part for one in fleet._groups.open.values() for part in one.parts]
+        assert {part.replica.name for part in parts} == {"r0"} and len(parts) == 8

@@ -248,7 +248,7 @@ def test_other_weights_are_no_lie(module: Any) -> None:
         mine = client.receipt(now[0], PROMPT, PLAIN)
         assert [version for version, _ in mine.weights] == [4] and mine.weights[0][1] != first[0].weights[0][1]
         several = msgspec.structs.replace(now[0], weight_versions=[(0, 3), (2, 4)])
-        kept = msgspec.structs.replace(now[0], kv_versions=[(2, 0, 3)])
+        kept = msgspec.structs.replace(now[0], kv_versions=[(2, 0, 3), (2, len(PROMPT) + 1, 4)])
         assert [each.ok for each in verify(client, [several, kept])] == [None, None]
         strange = msgspec.structs.replace(mine, weights=((4, "ab" * 20),))
         (verdict,) = verify(client, [now[0]], receipts=[strange])

@@ -24,7 +24,7 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import stops_of
 from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling
 from rollout.engine.vocabulary import Vocabulary
-from rollout.transport.checks import version_at
+from rollout.transport.checks import NOTHING, check_kv, version_at
 from tests.support.configs import engine_config
 from tests.support.invariants import check
 from tests.support.plans import sent
@@ -256,6 +256,9 @@ class Harness:
         for sample in samples:
             assert (sample.group_id, sample.index) not in self.got, "a child was delivered twice"
             check_kv_versions(sample, self.read)
+            group = self.groups[sample.group_id]
+            had = None if group.score else {child.index: child for child in group.partials}.get(sample.index)
+            check_kv(sample, group, had if len(sample.token_ids) else None, NOTHING)
             self.got[sample.group_id, sample.index] = sample
 
     def refresh(self, kv: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, get_args
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from rollout.engine.types import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from rollout.transport import messages as m
-from rollout.transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_refreshed, check_sample
+from rollout.transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_group, check_refreshed, check_sample
 
 PROMPT = np.array([5, 6, 7], np.int32)
 BOUNDS = Bounds(100, frozenset({2}), 3, lambda version: version in (3, 5, 6))
@@ -39,7 +40,23 @@ HAD = PartialSample(index=1, token_ids=np.array([10, 11], np.int32), logprobs=fl
 GOES_ON = sample(logprobs=floats(math.nan, 3.0, -1, -1), weight_versions=[(0, 9), (2, 3)])
 SCORED = PartialSample(index=1, token_ids=np.array([10, 11], np.int32), logprobs=floats(0, 0), weight_versions=[(0, 0)])
 
+KEPT: dict[str, Any] = dict(weight_versions=[(0, 3), (2, 5)], kv_versions=[(2, 0, 3), (2, 4, 5)])
+"""token 2 is the first one after a refresh with kv="keep": KV of position 4 is of the weights that generate it"""
+LATE: dict[str, Any] = dict(weight_versions=[(0, 5)], kv_versions=[(0, 0, 3), (0, 2, 5)])
+"""a prompt whose first two tokens were cached before a refresh"""
+HAD_KEPT = PartialSample(
+    index=1, token_ids=np.array([10, 11, 12], np.int32), logprobs=np.full(3, -0.5, np.float32), **KEPT
+)  # fmt: skip
 TRUE = {
+    "KV kept at a refresh": (sample(**KEPT), group(), None),
+    "KV of a cached prompt": (sample(**LATE), group(max_kv_lag=2), None),
+    "KV of the turn before": (sample(**LATE), REPLACE(group(), after=("f", 0)), None),
+    "KV computed again": (sample(**{**KEPT, "kv_versions": [*KEPT["kv_versions"], (3, 0, 5)]}), group(), None),
+    "KV that another replica computed": (
+        sample(**{**KEPT, "kv_versions": [*KEPT["kv_versions"], (3, 0, 5)]}),
+        group(),
+        HAD_KEPT,
+    ),
     "whole": (sample(), group(), None),
     "of two versions": (sample(weight_versions=[(0, 3), (2, 5)]), group(), None),
     "certain": (sample(logprobs=floats(0, 2e-6, -100, -1e30)), group(), None),
@@ -126,6 +143,25 @@ LIES = [
 ]
 
 
+LIES += [
+    (sample(kv_versions=spans, weight_versions=versions), {"max_kv_lag": lag}, reason)
+    for spans, versions, lag, reason in [
+        ([(0, 0, 99)], [(0, 3)], 0, "of all KV that token 0 of version 3 has read"),
+        ([(0, 0, 3)], [(0, 3)], 0, "of all KV that token 0"),  # it follows
+        ([(0, 0, 99), (0, 2, 3)], [(0, 3)], 0, "from 3 to 3 that were live; 99 cannot"),
+        ([(0, 0, 4), (0, 2, 5)], [(0, 5)], 1, "4 cannot have computed KV of token 0"),  # it never was
+        ([(0, 0, 3), (0, 2, 5)], [(0, 5)], 0, "from 5 to 5"),  # no lag is allowed
+        ([(0, 0, 3), (0, 2, 6)], [(0, 6)], 2, "from 4 to 6"),
+        ([(2, 0, 3), (2, 4, 6)], [(0, 5), (2, 6)], 0, "from 5 to 6"),  # it was no version of the child
+        ([(2, 0, 6), (2, 4, 5)], [(0, 3), (2, 5)], 0, "6 cannot"),
+        ([(2, 0, 3), (2, 5, 5)], [(0, 3), (2, 5)], 0, "of all KV that token 2"),  # of a position that was not computed
+        ([(2, 1, 3), (2, 4, 5)], [(0, 3), (2, 5)], 0, "of all KV that token 2"),
+        ([(2, 0, 3)], [(0, 3), (2, 5)], 0, "of all KV that token 2"),
+        ([(2, 0, 3), (2, 4, 5), (3, 4, 5)], [(0, 3), (2, 5)], 0, "of all KV that token 3"),  # nothing new
+    ]
+]
+
+
 @pytest.mark.parametrize(("lie", "sampling", "reason"), LIES, ids=[f"{i}-{reason[:30]}" for i, (*_, reason) in enumerate(LIES)])
 def test_what_nobody_can_have_asked_for_is_named(lie: Sample, sampling: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=f"^sample -?[0-9].*{reason}"):
@@ -209,3 +245,43 @@ def test_a_refresh_is_the_one_that_was_asked_for() -> None:
     for lie, version in ((true, 5), (REPLACE(true, seconds=math.nan), 4), (REPLACE(true, bytes=-1), 4)):
         with pytest.raises(ValueError):
             check_refreshed(lie, version)
+
+
+def test_a_child_that_continues_keeps_what_it_had_said_of_its_kv() -> None:
+    for spans in ([], [(3, 0, 5)], [(2, 0, 3), (2, 3, 5), (3, 0, 5)]):
+        with pytest.raises(ValueError, match="of the partial sample, then others"):
+            check_sample(sample(**{**KEPT, "kv_versions": spans}), group(), HAD_KEPT, BOUNDS)
+    with pytest.raises(ValueError, match="3 cannot have computed KV of token 3"):  # it runs elsewhere, where that KV is not
+        check_sample(sample(**KEPT), group(), HAD_KEPT, BOUNDS)
+
+
+def test_streamed_tokens_make_no_false_claim_of_their_kv() -> None:
+    columns = dict(token_ids=np.array([10, 11], np.int32), logprobs=floats(-1, -1), weight_versions=[(0, 3), (1, 5)])
+    chunk = TokenChunk(index=1, first=0, seed=7, kv_versions=[(1, 0, 3), (1, 3, 5)], **columns)
+    check_chunk(chunk, group(), BOUNDS)
+    for spans in ([(0, 0, 99)], [(1, 0, 4)], [(1, 0, 2)], [(0, 0, 5)]):
+        with pytest.raises(ValueError, match="kv_versions"):
+            check_chunk(REPLACE(chunk, kv_versions=spans), group(), BOUNDS)
+
+
+def test_an_end_that_cannot_have_come_yet() -> None:
+    """Where the caller knows the newest version, and when the deadline ends."""
+    stale, late = sample(10, finish_reason="stale"), sample(10, finish_reason="deadline")
+    for newest, lag, right in ((3, 0, False), (4, 0, True), (5, 2, False), (6, 2, True)):
+        bounds = BOUNDS._replace(newest_version=lambda newest=newest: newest)
+        if right:
+            check_sample(stale, group(max_version_lag=lag), None, bounds)
+        else:
+            with pytest.raises(ValueError, match="'stale'"):
+                check_sample(stale, group(max_version_lag=lag), None, bounds)
+    check_sample(late, group(deadline_s=9.0), None, BOUNDS._replace(deadline_at=time.monotonic()))
+    with pytest.raises(ValueError, match="'deadline'"):
+        check_sample(late, group(deadline_s=9.0), None, BOUNDS._replace(deadline_at=time.monotonic() + 900))
+
+
+def test_children_are_cut_once_enough_have_ended() -> None:
+    ends = lambda *reasons: [sample(index=i, finish_reason=reason) for i, reason in enumerate(reasons)]  # noqa: E731
+    check_group(ends("stop", "length", "cut", "cut"), group(finish_after=2))
+    check_group(ends("stop", "aborted", "cut", "cut"), group(finish_after=2))
+    with pytest.raises(ValueError, match="3 children were cut, and 1 ended"):
+        check_group(ends("stop", "cut", "cut", "cut"), group(finish_after=2))
