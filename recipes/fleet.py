@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ import numpy as np
 from rollout import RolloutClient, Sampling
 from rollout.config import Config, FleetConfig, dump
 from rollout.engine.config import EngineConfig
+from rollout.engine.processes import run_module
 from rollout.process import service_process
 from rollout.recipes import program
 from rollout.recipes.program import say
@@ -82,7 +82,7 @@ def joined_fleet(config: Config, replicas: int) -> Iterator[str]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         keys, ready, toml = folder / "service.json", folder / "ready", folder / "config.toml"
         router, joins = free_port(), free_port()
-        rollout = [sys.executable, "-m", "rollout"]
+        rollout = run_module("rollout")
         toml.write_text(dump(config))
 
         def run(*words: str) -> None:

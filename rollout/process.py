@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from rollout.config import Config, InputError, dump
+from rollout.engine.processes import run_module
 from rollout.transport import own_files
 
 STOP_TIMEOUT_S = 15.0
@@ -70,7 +71,7 @@ def service_process(config: Config, *, start_timeout_s: float = 300.0, python: s
     with Folder("service") as folder:
         toml, ready = folder / "config.toml", folder / "ready"
         toml.write_text(dump(config))
-        command = [python or sys.executable, "-m", "rollout", "serve", "--config", str(toml), "--ready-file", str(ready)]
+        command = run_module("rollout", "serve", "--config", toml, "--ready-file", ready, python=python)
         child = subprocess.Popen(
             [*command, "--exit-on-stdin-close", "--quiet"],
             stdin=subprocess.PIPE,

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -30,6 +29,7 @@ from rollout.engine.parallel.group_exchange import GroupExchange
 from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankChannel, ReadMemory, Reply, Start, StopRank
 from rollout.engine.parallel.placement import MeetingPlace, RankPosition
 from rollout.engine.parallel.ranks import Met, shared_exchange, shared_store
+from rollout.engine.processes import run_module
 from rollout.engine.types import RankLost
 
 FOLLOWER = "rollout.engine.parallel.follower"
@@ -84,7 +84,7 @@ class Followers:
         """Start the process of a rank."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
+            command = run_module(FOLLOWER, theirs.fileno())
             fds = (theirs.fileno(),)
             self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True))
         return RankChannel(ours, Reply)

@@ -17,20 +17,20 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from rollout.engine.parallel.greeting import Reception
 from rollout.engine.parallel.messages import Joining, RankChannel, Reply
 from rollout.engine.types import RankLost
 
 START_S = 600.0
 """how long a rank waits for another one until all have loaded"""
-HELLO_S = 10.0
-"""how long rank 0 waits for the name of a rank that has connected"""
+CONNECT_S = 10.0
+"""how long a rank waits for its connection to rank 0"""
 TCP_OPTIONS = (socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)
 KEY = "rollout/ranks"
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -121,6 +121,7 @@ class MeetingPlace:
             address = position.own_address()
             self._listener = socket.create_server((address, 0), family=family_of(address))
             meeting = Address(None, (address, self._listener.getsockname()[1]), self._secret)
+        self._reception = Reception(self._listener, self._secret)
         self._store = position.open_store()
         self._store.set(KEY, msgspec.json.encode(meeting))
         self._joined: dict[int, tuple[RankChannel, Joining]] = {}
@@ -138,25 +139,18 @@ class MeetingPlace:
     def channel(self, rank: int) -> tuple[RankChannel, Joining]:
         """Wait for a rank. Raises RankLost."""
         while rank not in self._joined:
-            self._listener.settimeout(max(0.001, self._until - time.monotonic()))
             try:
-                end, _ = self._listener.accept()
+                end, joining = self._reception.next(self._until)
             except TimeoutError:
                 raise RankLost(f"rank {rank} has not come within {START_S:g} s") from None
-            self._greet(end)
+            if joining.rank in self._joined:
+                end.close()
+            else:
+                self._joined[joining.rank] = RankChannel(lasting(end), Reply), joining
         return self._joined[rank]
 
-    def _greet(self, end: socket.socket) -> None:
-        """Take what has connected for a rank, if it says the secret."""
-        end.settimeout(HELLO_S)
-        with suppress(OSError, EOFError, msgspec.MsgspecError):
-            joining = RankChannel(end, Joining).recv()
-            if secrets.compare_digest(joining.secret.encode(), self._secret.encode()) and joining.rank not in self._joined:
-                self._joined[joining.rank] = RankChannel(lasting(end), Reply), joining
-                return
-        end.close()
-
     def close(self) -> None:
+        self._reception.close()
         self._listener.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -171,7 +165,7 @@ def connect(position: RankPosition, store: Any) -> socket.socket:
             end.connect(meeting.unix)
         else:
             assert meeting.tcp is not None
-            end = socket.create_connection(meeting.tcp, HELLO_S)
+            end = socket.create_connection(meeting.tcp, CONNECT_S)
     except (OSError, RuntimeError) as error:
         raise RankLost(f"rank 0 cannot be reached: {str(error).splitlines()[0]}") from error
     RankChannel(lasting(end), Joining).send(Joining(position.rank, os.getpid(), socket.gethostname(), meeting.secret))

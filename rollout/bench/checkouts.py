@@ -13,12 +13,12 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from rollout.bench.harness import BenchFailed, BenchOptions, Row
 from rollout.bench.report import ROOT, Report, commit_of
+from rollout.engine.processes import run_module
 
 COLUMNS = {
     "workload": "{workload}",
@@ -74,9 +74,9 @@ def speeds_of(root: Path, options: BenchOptions) -> dict[str, float]:
     """Run each workload once with a checkout's own command line. Returns tokens/s by workload. Raises BenchFailed."""
     once = options._replace(repeat=1, json_file="-", against="", compare=False)
     own = root / ".venv/bin/python"
-    python = str(own) if root != ROOT and own.exists() else sys.executable
+    python = str(own) if root != ROOT and own.exists() else None
     environment = os.environ | {"PYTHONPATH": str(root)}
-    command = [python, "-m", "rollout", "bench", *once.words()]
+    command = run_module("rollout", "bench", *once.words(), python=python)
     done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise BenchFailed(f"{root}: rollout bench exited with status {done.returncode}; standard error says why")

@@ -30,6 +30,7 @@ from rollout.engine.forward.random_weights import draw
 from rollout.engine.forward.shapes import configuration
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import Copied
+from rollout.engine.processes import run_module
 from rollout.engine.types import Group, Refreshed, Sampling
 from rollout.service.loop import open_service
 from rollout.transport.weights import Via
@@ -222,7 +223,7 @@ def ipc(bench: Bench) -> Rows:
     def run_trainer() -> None:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "rollout.bench.gpu_runs", *options], capture_output=True, text=True, timeout=TRAINER_S
+                run_module("rollout.bench.gpu_runs", *options), capture_output=True, text=True, timeout=TRAINER_S
             )
             outputs.append(done.stdout if done.returncode == 0 else f"error: {done.stderr[-2000:]}")
         except (OSError, subprocess.SubprocessError) as error:

@@ -14,7 +14,6 @@ import os
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from rollout.bench.inputs import PromptSource, RandomText, save_tiny
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.processes import run_module
 from rollout.engine.types import Sampling
 
 PROMPTS, N = 8, 32
@@ -140,7 +140,7 @@ def gateway(endpoint: str, tokenizer: Path) -> Iterator[tuple[int, psutil.Proces
     """Run `rollout http` on a free port. Yields its port and process. Raises BenchFailed if it does not start."""
     with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
         ready = Path(folder) / "ready"
-        command = [sys.executable, "-m", "rollout", "http", "--address", endpoint, "--port", "0", "--tokenizer", str(tokenizer)]
+        command = run_module("rollout", "http", "--address", endpoint, "--port", "0", "--tokenizer", tokenizer)
         child = subprocess.Popen([*command, "--ready-file", str(ready)], env=os.environ | {"OMP_NUM_THREADS": "1"})
         try:
             deadline = time.monotonic() + WAIT_S

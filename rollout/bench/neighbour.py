@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -21,6 +20,7 @@ from typing import IO
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.engine.engine import Engine
+from rollout.engine.processes import run_module
 from rollout.engine.types import Group, Sampling
 
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 512
@@ -60,7 +60,7 @@ class Neighbour:
 @contextmanager
 def neighbour(threads: int) -> Iterator[Neighbour]:
     """Start a neighbour, and end it."""
-    command = [sys.executable, "-m", "rollout.bench.neighbour_steps", str(threads)]
+    command = run_module("rollout.bench.neighbour_steps", threads)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Neighbour(process)

@@ -29,6 +29,7 @@ from rollout.engine.cpu.backward import fast_in_bf16
 from rollout.engine.cpu.exact_modules import plain_products, use_products
 from rollout.engine.cpu.isa import best, here
 from rollout.engine.forward.random_weights import load_module
+from rollout.engine.processes import interpreter
 from rollout.exact import token_logprobs, use_exact_attention
 from rollout.models import hide_progress_bars
 
@@ -79,7 +80,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 def run_apart(step: TrainingStep, limits: dict[str, str]) -> Iterator[Row]:
     """Yield the rows of a process with these variables. Raises BenchFailed."""
     environment = {key: value for key, value in os.environ.items() if key not in LIMITS} | limits
-    command = [sys.executable, "-c", "from rollout.bench.train_step import main; main()"]
+    command = [*interpreter(), "-c", "from rollout.bench.train_step import main; main()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdin is not None and child.stdout is not None
         try:

@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from rollout.commands.progress import Phases
 from rollout.commands.starting import listen, open_ledger
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
+from rollout.engine.processes import run_module
 from rollout.engine.types import Limits, Served
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
@@ -201,7 +201,7 @@ def described(config: Config) -> str:
 
 def replica_command(toml: Path, folder: RouterFolder, name: str) -> list[str]:
     """Return the command line of a replica. It listens at a socket in a folder of this user: local replicas have no keys."""
-    serve = [sys.executable, "-m", "rollout", "serve", "--config", str(toml)]
+    serve = run_module("rollout", "serve", "--config", toml)
     serve += [
         "--service.endpoint",
         f"ipc://{folder.path}/{secrets.token_hex(4)}",

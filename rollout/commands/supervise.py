@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollout.config import Config, dump
+from rollout.engine.processes import run_module
 from rollout.process import Folder, write_atomically
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -104,6 +105,6 @@ def serving(config: Config, folder: Path, quiet: bool = False) -> Command:
         toml = folder / "serve.toml"
         toml.write_text(dump(msgspec.structs.replace(config, service=service)))
         words = ["serve", "--config", str(toml), "--ready-file", str(ready), "--exit-on-stdin-close"]
-        return [sys.executable, "-m", "rollout", *words, *(["--quiet"] if quiet else [])]
+        return run_module("rollout", *words, *(["--quiet"] if quiet else []))
 
     return command

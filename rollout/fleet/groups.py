@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollout.client.handle import OpenHandle
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
@@ -119,20 +120,17 @@ class FleetGroups:
     def _send(self, one: OpenGroup, indices: tuple[int, ...], replica: Replica, now: float) -> None:
         name = f"{one.group.id}/{next(self._numbers)}"
         group = one.at(name, indices, self._locations.name_on(one.group.after, replica), now)
-        submit = submit_of(group, serial=0, require_version=self._replicas.weights.version, client=one.client)
-        handle = handle_of(group, submit, replica.welcome.limits)
+        handle = handle_for(group, one.client, replica, self._replicas.weights)
         origins = one.with_owner(indices, replica.owner) if self._verifier.on else {}
         part = PlacedChildren(one, replica, handle, set(indices), self.aborts, origins)
         one.unplaced -= part.left
         one.parts.add(part)
         self.at[replica].add(part)
         replica.load += len(one.group.prompt) + len(indices) * one.group.sampling.max_tokens
-        assert replica.link is not None
-        handle.bounds = bounds_of(group, self._replicas.weights, submit.require_version)
-        handle.on_cancel = replica.link.cancel
         if group.sampling.stream_every:
             handle.on_tokens(lambda handle, chunk: self._inbox.post(lambda: None))  # wakes the service
         handle.on_change = lambda handle, samples: self._inbox.post(partial(self._changed, part, samples), len(samples or ()))
+        assert replica.link is not None
         replica.link.submit(handle, wake=False)
         self.unsent.add(replica.link)
 
@@ -314,12 +312,7 @@ class FleetGroups:
 
     def _left(self, part: PlacedChildren, index: int) -> None:
         """Remove a child from its part."""
-        if index not in part.left or part not in part.open.parts:
-            return
-        part.left.discard(index)
-        part.replica.load -= part.open.group.sampling.max_tokens
-        if not part.left:
-            part.replica.load -= len(part.open.group.prompt)
+        if part in part.open.parts and part.remove(index):
             self.at[part.replica].discard(part)
             part.open.parts.discard(part)
 
@@ -353,6 +346,16 @@ def places(
         name = routing.choose(ranking, loads)
         yield indices, replicas[name]
         loads[name] = replicas[name].load
+
+
+def handle_for(group: Group, client: str, replica: Replica, weights: FleetWeights) -> OpenHandle:
+    """Make the handle of a group that is sent to a replica now."""
+    submit = submit_of(group, serial=0, require_version=weights.version, client=client)
+    handle = handle_of(group, submit, replica.welcome.limits)
+    handle.bounds = bounds_of(group, weights, weights.version)
+    assert replica.link is not None
+    handle.on_cancel = replica.link.cancel
+    return handle
 
 
 def bounds_of(group: Group, weights: FleetWeights, least_version: int) -> Bounds:

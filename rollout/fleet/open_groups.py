@@ -33,6 +33,16 @@ class PlacedChildren:
     origins: dict[int, Origins]
     """of each child; empty if nothing is verified"""
 
+    def remove(self, index: int) -> bool:
+        """Remove a child, and what it adds to the replica's load. Returns whether no other is left."""
+        if index not in self.left:
+            return False
+        self.left.discard(index)
+        self.replica.load -= self.open.group.sampling.max_tokens
+        if not self.left:
+            self.replica.load -= len(self.open.group.prompt)
+        return not self.left
+
 
 @dataclass(slots=True, eq=False)
 class Held:

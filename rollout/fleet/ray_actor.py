@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 
+from rollout.engine.processes import run_module
 from rollout.process import Folder
 
 STOP_S = 20.0
@@ -42,7 +42,7 @@ class ReplicaHolder:
         with Folder("ray") as folder:
             (folder / "replica.toml").write_text(self._toml)
             words = ["serve", "--config", str(folder / "replica.toml"), "--exit-on-stdin-close", "--quiet"]
-            command = [sys.executable, "-m", "rollout", *words]
+            command = run_module("rollout", *words)
             environment = {**os.environ, **rank}
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment) as child:
                 self._child = child

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
+from rollout.engine.processes import run_module
 from rollout.http.errors import HttpError, bad
 from rollout.http.prompts import Answer, Conversation, Ids, Job, Messages, PromptRefused, Texts, longest_token, reserved_names
 from rollout.http.settings import RequestLimits
@@ -104,7 +104,7 @@ class PromptPool:
     def _start(self) -> subprocess.Popen[bytes]:
         limits = self._limits
         words = (self._folder, self.max_chars, limits.prompt_timeout_s, limits.prompt_memory_bytes)
-        command = [sys.executable, "-m", "rollout.commands.prompt_process", *map(str, words)]
+        command = run_module("rollout.commands.prompt_process", *words)
         # a new session: Ctrl-C reaches this process only, which ends the others
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
