@@ -92,6 +92,7 @@ def fleet_service(config: Config, journal: Journal | None, progress: Phases) -> 
         except ServiceLost as error:
             raise CannotServe(f"{error.message}; the reason is above") from error
         fleet.inbox.wake = service.wake
+        joins.own_addresses.add(service.endpoint)
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         yield service
 

@@ -10,6 +10,8 @@ encrypted Join, contains. No secret is sent.
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,6 +92,8 @@ class JoinListener:
         self._decoder: Decoder[m.ReplicaMessage] = Decoder(m.ReplicaMessage, Limits())
         self._known: dict[str, JoinedReplica] = {}
         self._events: list[ReplicaEvent] = []
+        self.own_addresses: set[str] = set()
+        """where the router's clients connect, written by who makes its service"""
         self._refused: set[str] = set()
         """names of banned replicas that have asked to join"""
         for one in endpoints:
@@ -174,6 +178,7 @@ class JoinListener:
         if message.protocol != m.PROTOCOL:
             raise VersionMismatch(f"the replica speaks protocol {message.protocol}, the router {m.PROTOCOL}")
         address = _address(endpoint.end, message)
+        self._check_address(message.address)
         if endpoint.admits is None and message.name.startswith(PREFIX):
             raise InvalidRequest(
                 f"names that begin with {PREFIX!r} belong to the router's own processes: choose another --fleet.name"
@@ -191,6 +196,13 @@ class JoinListener:
             known.up = True
             self._events.append(ReplicaEvent(message.name, address, "it has joined", owner=known.owner))
         return known.answer
+
+    def _check_address(self, address: str) -> None:
+        """Raises InvalidRequest for an address of the router itself, and for ipc:// without a socket of this user."""
+        if address in self.own_addresses or any(address == one.end.endpoint for one in self._endpoints):
+            raise InvalidRequest(f"{address} is the router's own address: a replica gives its --service.endpoint")
+        if address.startswith("ipc://") and not is_own_socket(address.removeprefix("ipc://")):
+            raise InvalidRequest(f"{address}: there is no socket of the router's user; the replica must listen before it joins")
 
     def _refuse_banned(self, name: str, ban: Ban) -> NoReturn:
         """Raises Forbidden with the reason of a ban, which is logged once for each name."""
@@ -251,6 +263,15 @@ def _key(end: ServiceTransport, peer: bytes) -> tuple[str, str]:
     if "replica" not in client.roles:
         raise Forbidden(f"Join is for keys with the role 'replica'; {client.name!r} has {', '.join(client.roles)}")
     return client.public, client.name
+
+
+def is_own_socket(path: str) -> bool:
+    """Return whether a path is a socket of this user; an abstract one (@NAME) has no file and is another's to refuse."""
+    try:
+        about = os.lstat(path)
+    except (OSError, ValueError):  # ValueError: a NUL in it
+        return path.startswith("@")
+    return stat.S_ISSOCK(about.st_mode) and about.st_uid == os.geteuid()
 
 
 def _address(end: ServiceTransport, join: m.Join) -> str | ClientKeys:

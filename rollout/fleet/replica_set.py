@@ -32,6 +32,9 @@ from rollout.transport.errors import NotBelieved, RolloutError, ServiceLost, Sta
 LOOK_S = 0.05
 MAX_FAILING = 3
 """groups in a row that a replica may fail on"""
+MOST_JOINING = 64
+"""replicas to which the router connects at a time: each link has threads and some eleven descriptors, also to an address at
+which nothing listens"""
 MAX_UPDATES = 3
 """times that a replica may fail to apply the live weights"""
 
@@ -133,6 +136,8 @@ class ReplicaSet:
         self._admitted_for = self._live
         """live weights when replicas were last compared with them"""
         self._events: list[ReplicaLost | StatusArrived] = []
+        self._waiting: list[ReplicaEvent] = []
+        """replicas to which the router connects once others have answered"""
 
     @property
     def _live(self) -> tuple[int, str]:
@@ -153,7 +158,9 @@ class ReplicaSet:
 
     def poll(self, now: float) -> None:
         """Check processes, joins, links and weights, and do what is due."""
-        for event in self._joins.poll(() if self._launcher is None else self._launcher.poll()):
+        events = [*self._waiting, *self._joins.poll(() if self._launcher is None else self._launcher.poll())]
+        self._waiting = []
+        for event in events:
             self._joined_or_ended(event)
         for replica in list(self.by_name.values()):
             self._check_link(replica, now)
@@ -242,6 +249,11 @@ class ReplicaSet:
     # joining
 
     def _joined_or_ended(self, event: ReplicaEvent) -> None:
+        if event.address is None:
+            self._waiting = [one for one in self._waiting if one.name != event.name]
+        elif sum(one.state is State.JOINING for one in self.by_name.values()) >= MOST_JOINING:
+            self._waiting.append(event)
+            return
         replica = self.by_name.get(event.name)
         if replica is None and event.removed:
             return

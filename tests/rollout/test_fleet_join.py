@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,9 +21,11 @@ from rollout.commands.serve_replica import RESTART
 from rollout.config import Config, FleetConfig, InputError, dump
 from rollout.engine.types import Group, Limits, Sampling
 from rollout.fleet.fleet import FleetOptions
-from rollout.fleet.join_listener import JoinEndpoint, JoinListener
+from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
 from rollout.fleet.launcher import ProcessExit
 from rollout.fleet.owners import Owners
+from rollout.fleet.replica import State
+from rollout.fleet.replica_set import MOST_JOINING
 from rollout.fleet.timing import Timing
 from rollout.fleet.verifier import Verification
 from rollout.transport import messages as m
@@ -30,7 +33,7 @@ from rollout.transport.errors import KeyRefused, ServiceLost
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.keys import files
 from rollout.transport.sockets import ServiceEnd
-from tests.support.fleet import WAIT, Threads, check, collect, prompt, refresh, step_until
+from tests.support.fleet import WAIT, Threads, check, collect, fleet_of, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
 from tests.support.keyed import RawDealer
 from tests.support.ports import free_port
@@ -451,3 +454,29 @@ def test_ray_without_an_address_is_this_machine_s() -> None:
     assert ray("--ray", "--replicas", "2") == ray("--replicas", "2", "--ray") == "local"
     assert ray("--ray", "auto", "--replicas", "2") == ray("--ray=auto", "--replicas", "2") == "auto"
     assert ray("--replicas", "2") is None
+
+
+def test_the_router_connects_to_no_address_of_its_own(router: Router, tmp_path: Path) -> None:
+    """Nor to files that are no sockets of its user."""
+    dealer = router.dealer()
+    router.joins.own_addresses.add("tcp://127.0.0.1:5655")
+    (tmp_path / "file").touch()
+    for address in (router.end.endpoint, "tcp://127.0.0.1:5655", f"ipc://{tmp_path}/none", f"ipc://{tmp_path}/file"):
+        assert router.ask(dealer, join(address=address)) == "invalid_request", address
+    assert not router.events
+    other = ServiceEnd(f"ipc://{tmp_path}/s", Limits())
+    assert router.ask(dealer, join(address=other.endpoint)) == m.Joined(), "the control: a socket of this user"
+    other.close()
+
+
+def test_false_joins_hold_few_links() -> None:
+    """Names at whose addresses nothing listens: the router connects to so many at a time, and serves meanwhile."""
+    with fleet_of(1) as (fleet, _):
+        events = [ReplicaEvent(f"false{i}", "tcp://127.0.0.1:9", "it has joined", owner=None) for i in range(300)]
+        poll = fleet.replicas._joins.poll
+        fleet.replicas._joins.poll = lambda exits=(): [*poll(exits), *(events.pop() for _ in range(len(events)))]  # type: ignore[method-assign]
+        fleet.submit(group(1))
+        check(collect(fleet, 4).values())
+        fleet.replicas.poll(time.monotonic())
+        joining = [one for one in fleet.replicas.by_name.values() if one.state is State.JOINING]
+        assert len(joining) == MOST_JOINING and len(fleet.replicas._waiting) == 300 - MOST_JOINING

@@ -34,6 +34,8 @@ taken moves a process by a few, once; 8 of them in half an hour's phase are 25 b
 connections that come and go; a leak of one for each client that is killed would be three times as many."""
 LEFT_FDS = 12
 """more than when it had just been started may be open in a service whose clients have all gone"""
+LINK_FDS = 12
+"""of a router's link to a replica (11 by count), which a router that was killed gets again after it is ready"""
 
 
 def held(pid: int) -> Held | None:

@@ -48,6 +48,8 @@ class Router:
         self.process: subprocess.Popen[bytes] | None = None
         self.born: Held | None = None
         """what it held when it had just been started"""
+        self.born_links = 0
+        """replicas that it was linked to then"""
 
     @property
     def log(self) -> Path:
@@ -72,6 +74,7 @@ class Router:
                 raise RuntimeError(f"the service does not start; its log:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.05)
         self.born = held(self.pid)
+        self.born_links = self.log.read_text(errors="replace").count(" ready, ")
 
     @property
     def pid(self) -> int:
