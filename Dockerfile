@@ -3,7 +3,7 @@
 #     docker build --target cpu --tag rollout:cpu .
 #     docker build --target cuda --tag rollout:cuda .
 #
-# Both run as user 1000. Packages have the versions of uv.lock.
+# Both run as user 1000. Packages have the versions and hashes of uv.lock; /opt/rollout/sbom.cdx.json lists them (CycloneDX).
 
 ARG PYTHON=3.12.12-slim-bookworm
 
@@ -22,20 +22,27 @@ COPY transport ./transport
 COPY recipes ./recipes
 COPY rollout ./rollout
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && uv export --frozen --no-hashes --no-emit-project --extra serve --extra http --extra metrics --output-file /wheels/locked.txt
+    && export="uv export --quiet --frozen --no-emit-project --extra serve --extra http --extra metrics" \
+    && $export --output-file /wheels/locked.txt \
+    && $export --prune torch --output-file /wheels/without-torch.txt \
+    && $export --no-hashes --output-file /wheels/versions.txt \
+    && $export --preview-features sbom-export --format cyclonedx1.5 --output-file /wheels/sbom.cdx.json
 
-# torch's index has the same versions as PyPI, built for the CPU
+# Each file must have a hash of uv.lock. torch's index has the same version as PyPI, built for the CPU: it is another file, so it
+# and what only torch needs are installed by version.
 FROM python:${PYTHON} AS cpu-packages
 COPY --from=wheel /wheels /wheels
 RUN python -m venv /opt/rollout \
+    && /opt/rollout/bin/pip install --no-cache-dir --require-hashes --no-deps --requirement /wheels/without-torch.txt \
     && /opt/rollout/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-        --constraint /wheels/locked.txt "$(ls /wheels/*.whl)[serve,http,metrics]"
+        --constraint /wheels/versions.txt "$(ls /wheels/*.whl)[serve,http,metrics]"
 
 # torch from PyPI brings CUDA's libraries; the host has the driver and NVIDIA's container toolkit
 FROM python:${PYTHON} AS cuda-packages
 COPY --from=wheel /wheels /wheels
 RUN python -m venv /opt/rollout \
-    && /opt/rollout/bin/pip install --no-cache-dir --constraint /wheels/locked.txt "$(ls /wheels/*.whl)[serve,http,metrics]"
+    && /opt/rollout/bin/pip install --no-cache-dir --require-hashes --no-deps --requirement /wheels/locked.txt \
+    && /opt/rollout/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
 
 FROM python:${PYTHON} AS user
 RUN useradd --uid 1000 --create-home rollout \
@@ -54,6 +61,7 @@ CMD ["serve", "--model", "smollm2"]
 
 FROM user AS cpu
 COPY --from=cpu-packages /opt/rollout /opt/rollout
+COPY --from=wheel /wheels/sbom.cdx.json /opt/rollout/sbom.cdx.json
 USER 1000
 WORKDIR /home/rollout
 
@@ -64,6 +72,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-packages /opt/rollout /opt/rollout
+COPY --from=wheel /wheels/sbom.cdx.json /opt/rollout/sbom.cdx.json
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000

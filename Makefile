@@ -41,7 +41,9 @@ LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
 COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
+UV ?= $(shell command -v uv || echo $(BIN)/uv)
+
+.PHONY: sbom help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -58,6 +60,7 @@ help:
 	@echo "make docs    build the documentation and the API reference into build/docs; a warning is an error"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
+	@echo "make sbom       build/sbom.cdx.json, a CycloneDX list of the packages of uv.lock"
 	@echo "make endurance  a fleet under attack for HOURS=0.1, SEED=0: kills, garbage, broken weights; the last line is JSON"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make sanitize-gpu   attention's kernels under compute-sanitizer: memcheck and racecheck"
@@ -131,6 +134,11 @@ fleet-chaos: $(STAMP)
 	@$(BIN)/python -m tests.support.fleet_chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
 # replicas, fronts and trainers killed, garbage, broken weights, and an account of every sample; the last line is JSON
+sbom:  # build/sbom.cdx.json: what uv.lock installs with all extras, with hashes
+	@test -x "$(UV)" || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	@mkdir -p build && $(UV) export --quiet --frozen --no-emit-project --all-extras --preview-features sbom-export \
+		--format cyclonedx1.5 --output-file build/sbom.cdx.json > /dev/null && echo build/sbom.cdx.json
+
 endurance: model
 	@$(BIN)/python -m tests.support.endurance.run --hours $(or $(HOURS),0.1) --seed $(or $(SEED),0) $(ARGS)
 

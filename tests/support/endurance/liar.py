@@ -27,6 +27,11 @@ def first(values: np.ndarray, value: float) -> np.ndarray:
     return changed
 
 
+def other_token(sample: Sample, **claims: object) -> Sample:
+    """Change a token into another possible one, with claims that would keep it from being verified."""
+    return replace(sample, token_ids=first(sample.token_ids, (int(sample.token_ids[0]) + 1) % 250), **claims)
+
+
 LIES: dict[str, Callable[[Sample], Sample]] = {
     "beyond the vocabulary": lambda s: replace(s, token_ids=first(s.token_ids, 10**6)),
     "negative id": lambda s: replace(s, token_ids=first(s.token_ids, -5)),
@@ -41,6 +46,10 @@ LIES: dict[str, Callable[[Sample], Sample]] = {
     "version": lambda s: replace(s, weight_versions=[(0, 10**6)]),
     "spans": lambda s: replace(s, weight_versions=[(5, 3), (2, 9)]),
     "scored": lambda s: replace(s, finish_reason="scored"),
+    "KV of no version": lambda s: other_token(s, kv_versions=[(0, 0, 10**6)]),
+    "KV of its own": lambda s: other_token(s, kv_versions=[(0, 0, s.weight_versions[0][1])]),
+    "KV beyond its tokens": lambda s: other_token(s, kv_versions=[(0, 0, 0), (0, 10**6, s.weight_versions[0][1])]),
+    "a version to come": lambda s: other_token(s, weight_versions=[*s.weight_versions, (len(s.token_ids) - 1, 10**6)]),
     "stale": lambda s: replace(s, finish_reason="stale"),
 }
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig, ServiceConfig
 from rollout.transport.errors import RolloutError
-from tests.support.endurance import leaks, ledgers
+from tests.support.endurance import foreign, leaks, ledgers
 from tests.support.endurance.account import Account, Judge
 from tests.support.endurance.adversary import Adversary, proxy_of
 from tests.support.endurance.http import HttpTrainer
@@ -55,7 +55,7 @@ REPLICAS = 2
 LOOK_S = 2.0
 QUIET_S = 90.0
 """for what clients that were killed have left behind to be gone"""
-FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "crashes", "leaks", "believed", "unrecorded", "alarms")
+FOUND = ("lost", "doubled", "mixed", "unequal", "orphans", "crashes", "leaks", "believed", "unrecorded", "alarms", "harmed")
 """what must not be"""
 TURN_S = 0.5
 """CPU seconds that a turn of a loop may take at most, besides its step; its wall time is shown, other programs add to it"""
@@ -72,7 +72,9 @@ class Phase:
         self.over, self.settled = threading.Event(), threading.Event()
         """nothing more is asked for; nothing more is owed"""
         self.folder = scratch / f"phase{number}"
-        self.folder.mkdir()
+        self.foreign = [self.folder, self.folder / "temporary"]
+        for each in self.foreign:
+            foreign.put(each)
         config = Config(
             engine=self.model.config(self.seed),
             service=ServiceConfig(
@@ -91,6 +93,7 @@ class Phase:
             ),
         )
         self.router = Router(config, self.folder)
+        self.router.environment = {"TMPDIR": str(self.folder / "temporary")}
         self.watcher = leaks.Watcher()
         self.longest_turn_s = self.longest_turn_cpu_s = 0.0
         self.malformed = Counter[int]()
@@ -245,6 +248,10 @@ class Phase:
 
     def _closed(self) -> None:
         ledgers.check(self.account, self.folder / "ledger")
+        for each in self.foreign:
+            self.account.count("foreign", len(foreign.FILES))
+            for name in foreign.harmed(each):
+                self.account.found("harmed", f"{each / name} is gone or changed")
         code = self.router.process.returncode if self.router.process is not None else None
         if code != 0:
             self.account.found("crashes", f"the router ended with exit status {code}")
@@ -291,6 +298,7 @@ PROMISES = [
     ("P13", "replicas that lie", "liars", ("mixed", "lost")),
     ("receipts", "ledger: every sample that came, and a whole chain", "ledger_records", ("unrecorded",)),
     ("receipts", "samples of one replica verified by the other", "verified", ("alarms",)),
+    ("P17", "files of the user beside ours", "foreign", ("harmed",)),
     ("P21", "questions whose answers nobody reads", "sent_deaf", ("crashes",)),
     ("P10, P25", "memory, descriptors, threads, shared memory flat", "looks", ("leaks",)),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -45,6 +46,8 @@ class Router:
         replica.write_text(dump(Config(engine=config.engine)))
         self.joining = ["--config", str(replica), "--join", str(config.fleet.listen_replicas), "--fleet.name", LIAR]
         """words of a replica that joins"""
+        self.environment: dict[str, str] = {}
+        """variables of the router and its replicas"""
         self.process: subprocess.Popen[bytes] | None = None
         self.born: Held | None = None
         """what it held when it had just been started"""
@@ -66,7 +69,12 @@ class Router:
         words = ["-m", "rollout", "serve", "--config", str(self.toml), "--ready-file", str(ready), "--exit-on-stdin-close"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *words], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log
+                [sys.executable, *words],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, **self.environment},
             )
         deadline = time.monotonic() + START_S
         while not ready.exists():
