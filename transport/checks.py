@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ import numpy as np
 from rollout.engine.types import (
     SEED_LIMIT,
     Group,
-    KVSpans,
     PartialSample,
     Refreshed,
     Routing,
@@ -33,8 +32,6 @@ ROUNDING = 1e-4
 """by which a log-prob may exceed 0, because of float32 sums"""
 LOWEST = float(np.finfo(np.float32).min)
 """lower values are -inf"""
-Pieces = tuple[tuple[int, int], ...]
-"""(first position, version of the weights that computed the KV from there on), ascending"""
 DTYPES = {"logprobs": np.float32, "raw_logprobs": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
 
 
@@ -289,32 +286,31 @@ def check_kv(sample: Sample, group: Group, partial: PartialSample | None, bounds
         raise _wrong(sample, "kv_versions", spans, f"{partial.kv_versions} of the partial sample, then others")
     first = version_at(sample.weight_versions, skip)
     oldest = 0 if bounds.any_kv or group.after is not None else max(0, first - group.sampling.max_kv_lag)
-    stated = {token for token, *_ in spans}
-    for at, before, kv in _kv_reads(spans, skip, tokens):
-        own = version_at(sample.weight_versions, at)
-        follows = at in stated and kv == (before or ((0, own),))
-        positions, versions = zip(*kv, strict=True)
-        if positions[0] != 0 or positions[-1] >= sample.prompt_tokens + at or versions[-1] != own or follows:
-            raise _wrong(
-                sample, "kv_versions", spans, f"spans of all KV that token {at} of version {own} has read, if they differ"
-            )
-        for version in versions:
+    stated = {at: [(position, version) for _, position, version in some] for at, some in groupby(spans, lambda span: span[0])}
+    kv: list[tuple[int, int]] = []
+    """(first position, version that computed the KV from there on) of what a token has read; each piece is looked at once"""
+    for at in sorted({*stated, skip} if skip < tokens else stated):
+        pieces, own = stated.get(at, []), version_at(sample.weight_versions, at)
+        follows = pieces == (_put(kv, pieces) or [(0, own)]) and at in stated
+        if at < skip or not kv:
+            continue
+        if kv[0][0] != 0 or kv[-1][0] >= sample.prompt_tokens + at or kv[-1][1] != own or follows:
+            must = f"spans of all KV that token {at} of version {own} has read, if they differ"
+            raise _wrong(sample, "kv_versions", spans, must)
+        for _, version in kv if at == skip else pieces:
             if not (oldest <= version <= own and bounds.was_live(version)):
                 must = f"of weights from {oldest} to {own} that were live; {version} cannot have computed KV of token {at}"
                 raise _wrong(sample, "kv_versions", spans, must)
 
 
-def _kv_reads(spans: KVSpans, skip: int, tokens: int) -> Iterator[tuple[int, Pieces, Pieces]]:
-    """Yield each token from `skip` on whose KV is stated, with the pieces before and those that it has read; first `skip`
-    itself, if spans of tokens before it hold on."""
-    kv: Pieces = ()
-    stated = {at: [*added] for at, added in groupby(spans, lambda span: span[0])}
-    for at in sorted({*stated, skip} if skip < tokens else stated):
-        before = kv
-        for _, position, version in stated.get(at, ()):
-            kv = (*(piece for piece in kv if piece[0] < position), (position, version))
-        if at >= skip and kv:
-            yield at, before, kv
+def _put(kv: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Let pieces take the place of those from their first position on. Returns these."""
+    replaced: list[tuple[int, int]] = []
+    for piece in pieces:
+        while kv and kv[-1][0] >= piece[0]:
+            replaced.append(kv.pop())
+        kv.append(piece)
+    return replaced[::-1]
 
 
 def _new_versions(child: Sample | TokenChunk, skip: int) -> list[int]:

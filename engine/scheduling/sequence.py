@@ -436,10 +436,12 @@ class Sequence:
 
 def kv_at_end(spans: KVSpans) -> Versions:
     """Return which versions computed the KV that the last token attended to; () without spans."""
-    found: Versions = ()
+    found: list[tuple[int, int]] = []
     for _, position, version in spans:
-        found = *(span for span in found if span[0] < position), (position, version)
-    return found
+        while found and found[-1][0] >= position:
+            found.pop()
+        found.append((position, version))
+    return tuple(found)
 
 
 class Row(msgspec.Struct, gc=False):
