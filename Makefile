@@ -13,7 +13,7 @@ QUICK := $(addprefix tests/engine/test_,bad_groups.py block_store.py block_table
 	tiles.py turns.py waiting_queue.py) \
 	$(addprefix tests/transport/test_,frames.py messages.py) $(addprefix tests/rollout/test_,config.py outgoing.py) \
 	tests/test_no_pickle.py tests/test_wire_documents.py tests/test_shape.py \
-	tests/engine/test_models.py::test_greedy_equals_generate
+	tests/engine/test_greeting.py tests/engine/test_models.py::test_greedy_equals_generate
 # of the GPU targets: a machine without network names its own Python, with torch in it, and finds the rest in WHEELS (make wheels)
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP),gpu-wheels)

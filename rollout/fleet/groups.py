@@ -23,7 +23,7 @@ from rollout.client.submission import handle_of, submit_of
 from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.fleet import retries, routing
 from rollout.fleet.event_queue import EventQueue
-from rollout.fleet.open_groups import OpenGroup, Origins, PlacedChildren, is_banned, new_tokens, seeded
+from rollout.fleet.open_groups import OpenGroup, Origins, PlacedChildren, is_banned, new_tokens, remove_child, seeded
 from rollout.fleet.owners import Owner
 from rollout.fleet.replica import Replica
 from rollout.fleet.replica_set import ReplicaSet
@@ -312,7 +312,7 @@ class FleetGroups:
 
     def _left(self, part: PlacedChildren, index: int) -> None:
         """Remove a child from its part."""
-        if part in part.open.parts and part.remove(index):
+        if part in part.open.parts and remove_child(part, index):
             self.at[part.replica].discard(part)
             part.open.parts.discard(part)
 

@@ -33,16 +33,6 @@ class PlacedChildren:
     origins: dict[int, Origins]
     """of each child; empty if nothing is verified"""
 
-    def remove(self, index: int) -> bool:
-        """Remove a child, and what it adds to the replica's load. Returns whether no other is left."""
-        if index not in self.left:
-            return False
-        self.left.discard(index)
-        self.replica.load -= self.open.group.sampling.max_tokens
-        if not self.left:
-            self.replica.load -= len(self.open.group.prompt)
-        return not self.left
-
 
 @dataclass(slots=True, eq=False)
 class Held:
@@ -179,6 +169,17 @@ class OpenGroup:
             if index in given:
                 self.partials[index], self.origins[index] = given[index], [(0, None)]
             self.unplaced.add(index)
+
+
+def remove_child(part: PlacedChildren, index: int) -> bool:
+    """Remove a child from a part, and what it adds to the replica's load. Returns whether no other is left."""
+    if index not in part.left:
+        return False
+    part.left.discard(index)
+    part.replica.load -= part.open.group.sampling.max_tokens
+    if not part.left:
+        part.replica.load -= len(part.open.group.prompt)
+    return not part.left
 
 
 def is_banned(origins: Origins) -> bool:
