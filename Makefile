@@ -33,16 +33,10 @@ RAY := .venv-ray
 DOCS := .venv-docs
 CLIENTS := 'trl>=1.16,<1.17' 'openai>=2.54,<3' 'renderers>=0.1.12,<0.2' 'verifiers>=0.4,<0.5' 'lm_eval[api]>=0.4.13,<0.5' aiohttp pybase64
 
-# mypy and the API reference read folders, not import paths: the packages, linked as they are installed
-LINK := rm -rf build/linked && mkdir -p build/linked/rollout \
-	&& ln -s $(wildcard $(CURDIR)/rollout/*) $(addprefix $(CURDIR)/,engine transport recipes) build/linked/rollout \
-	&& ln -s $(CURDIR)/tests build/linked
-
 COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
-
-.DEFAULT_GOAL := help
 UV ?= $(shell command -v uv || echo $(BIN)/uv)
 
+.DEFAULT_GOAL := help
 .PHONY: sbom help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
@@ -185,12 +179,11 @@ gpu-wheels:
 check: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/ruff check $(SOURCES)
-	@$(LINK)
-	@cd build/linked && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
+	@$(BIN)/mypy
+	@$(BIN)/pyright
 	@$(BIN)/python -m pytest --quiet tests/test_shape.py
 
 docs: $(DOCS)/.installed
-	@$(LINK)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
 
 # The API reference is read from the sources: nothing of ours is installed there.

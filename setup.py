@@ -1,6 +1,7 @@
 """What a wheel needs beyond pyproject.toml. An editable installation takes the folders as they lie and compiles on first use.
 
-Folders: `engine/`, `transport/` and `recipes/` are the packages `rollout.engine`, `rollout.transport` and `rollout.recipes`.
+Folders: `rollout/engine`, `rollout/transport` and `rollout/recipes` are links to the folders at the top. A copy of the sources
+may lack them (Windows without developer mode, some archives): such folders are installed from where they lie.
 What only measures (`rollout/bench`) stays in the sources.
 
 Kernels: one library for each instruction set of this architecture (`rollout.engine.cpu.isa`), compiled at once. On x86-64 plain
@@ -33,7 +34,7 @@ SMALLER = ["-s", "-fno-asynchronous-unwind-tables", "-O2"]
 rows and as long at few: with all of it a client's environment would have more than 100 MB"""
 COMPILE_TIMEOUT_S = 1800
 """for each library, on a busy machine"""
-BESIDE = ("engine", "transport", "recipes")
+LINKED = ("engine", "transport", "recipes")
 
 
 def known() -> list[str]:
@@ -114,11 +115,13 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-outside = find_packages(include=[pattern for folder in BESIDE for pattern in (folder, f"{folder}.*")])
+unlinked = [folder for folder in LINKED if not Path("rollout", folder).is_dir()]
+outside = find_packages(include=[pattern for folder in unlinked for pattern in (folder, f"{folder}.*")])
 inside = find_packages(include=["rollout", "rollout.*"], exclude=["rollout.bench*"])
 setup(
     packages=[*inside, *(f"rollout.{name}" for name in outside)],
-    package_dir={f"rollout.{folder}": folder for folder in BESIDE},
+    # with the root said, an editable installation is a plain path, which type checkers follow
+    package_dir={"": ".", **{f"rollout.{folder}": folder for folder in unlinked}},
     package_data={"rollout": ["py.typed"], "rollout.engine": ["py.typed", "cpu/c/*"], "rollout.transport": ["py.typed"]},
     distclass=Kernels,
     cmdclass={"build_py": BuildKernels, "bdist_wheel": AnyPython},

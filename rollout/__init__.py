@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if not (Path(__file__).parent / "engine").is_dir():
-    # a checkout: engine/, transport/ and recipes/ are next to this folder; a wheel has them in it
+    # a copy of the sources without its links: engine/, transport/ and recipes/ lie next to this folder
     __path__.append(str(Path(__file__).parent.parent))
 
 __all__ = [

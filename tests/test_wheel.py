@@ -212,6 +212,35 @@ def test_a_built_tree_has_every_module(tree: Path, tmp_path: Path) -> None:
     assert {"client/api.py", "engine/engine.py"} < missing and "recipes/grpo.py" not in missing, "the control"
 
 
+LINKED = ("engine", "transport", "recipes")
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+def test_the_sources_have_links_where_a_wheel_has_folders() -> None:
+    assert {name: (ROOT / "rollout" / name).readlink().as_posix() for name in LINKED} == {name: f"../{name}" for name in LINKED}
+
+
+def test_a_copy_without_links_has_the_same_modules(sources: Path, tree: Path, tmp_path: Path) -> None:
+    """Archives leave links out, and Git on Windows writes small files in their place."""
+    copied = tmp_path / "copied"
+    shutil.copytree(sources, copied, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    for name in LINKED:
+        shutil.rmtree(copied / "rollout" / name)
+    (copied / "rollout" / "engine").write_text("../engine")
+    places = "import rollout.engine.types as one, rollout.transport.frames as two; print(one.__file__, two.__file__)"
+    done = python_in(copied, ALONE + places, cwd=tmp_path)
+    assert done.stdout.split() == [str(copied / "engine/types.py"), str(copied / "transport/frames.py")], done.stderr
+    done = built(copied, tmp_path / "wheel")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert files_of(tmp_path / "wheel") == files_of(tree) and len(files_of(tree)) > 300
+    shutil.rmtree(copied / "recipes")
+    done = built(copied, tmp_path / "less")
+    assert done.returncode or files_of(tmp_path / "less") < files_of(tree), "the control"
+
+
 def test_type_checkers_read_the_types_of_an_installed_tree(tree: Path) -> None:
     assert all((tree / "rollout" / folder / "py.typed").is_file() for folder in (".", "engine", "transport"))
 

@@ -165,7 +165,7 @@ def check_products(module: nn.Module, products: Products) -> float:
         else:
             got = products.linear(x, weight, bias)
         got, x, w = got[:, outputs].double(), x.double(), w.double()
-        sums, sizes = x @ w.T + b, x.abs() @ w.abs().T + (b if bias is None else b.abs())
+        sums, sizes = x @ w.T + b, x.abs() @ w.abs().T + abs(b)
         bound = (weight.shape[1] + (4 if isinstance(linear, Int8Linear) else 1)) * 2.0**-24 * sizes
         if weight.dtype == torch.bfloat16:
             bound += 2.0**-8 * (sums.abs() + bound)

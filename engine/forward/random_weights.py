@@ -98,7 +98,7 @@ def _generator(name: str) -> np.random.Generator:
 def initialise(model: PreTrainedModel) -> None:
     """Let transformers initialise what is no matrix in a blank model, each module from a seed of its own."""
     for weight in model.parameters():
-        weight._is_hf_initialized = weight.dim() > 1  # so that transformers leaves it alone
+        weight._is_hf_initialized = weight.dim() > 1  # transformers leaves it alone  # pyright: ignore
     with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
         for name, module in model.named_modules():
             torch.manual_seed(_seed(name) % 2**63)

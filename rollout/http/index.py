@@ -22,7 +22,7 @@ PAGE = """<!doctype html><meta charset="utf-8"><title>rollout</title>
 def index(endpoints: Endpoints, routes: Sequence[Route], models: Sequence[str]) -> Route:
     """Make the route that lists `routes`."""
     listed = [
-        {"method": method, "path": route.path, "summary": route.endpoint.summary}
+        {"method": method, "path": route.path, "summary": route.endpoint.summary}  # pyright: ignore
         for route in routes
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]

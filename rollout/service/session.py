@@ -272,7 +272,9 @@ class Session:
         self.peer = peer
         self.taken_bytes = self._reported_bytes = 0
         self.streaming.restart()
-        self._queue, self._packed, self._carried = deque([welcome]), [], 0
+        self._queue.clear()
+        self._queue.append(welcome)
+        self._packed, self._carried = [], 0
         self._reply_bytes = frame_bytes(welcome)
         for accepted in self.groups.values():
             self._queue.extend(accepted.unacked.values())
