@@ -50,7 +50,7 @@ help:
 	@echo "make integrations   other people's clients (openai, TRL, verifiers, AReaL, lm_eval) against a live service; PRIME_RL=…, SLIME=… checkouts,"
 	@echo "             VERL=… an interpreter with verl"
 	@echo "make ray     a fleet on a Ray of this machine"
-	@echo "make check   format, lint, types, import directions"
+	@echo "make check   format, lint, types, import directions, and how much of the project the core imports"
 	@echo "make docs    build the documentation and the API reference into build/docs; a warning is an error"
 	@echo "make bench   throughput of the named workloads; WORKLOADS='fanout long' and ARGS='--scale 0.25' pick"
 	@echo "make fleet-chaos  ten minutes of a fleet under an adversary; MINUTES=1 is shorter"
@@ -181,6 +181,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/mypy
 	@$(BIN)/pyright
+	@$(BIN)/python -m tests.house
 	@$(BIN)/python -m pytest --quiet tests/test_shape.py
 
 docs: $(DOCS)/.installed
