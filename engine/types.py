@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -166,17 +166,19 @@ scalars_of = operator.attrgetter(*INTEGERS, *NUMBERS)
 class NearestField(msgspec.StructMeta):
     """Names the nearest field if a value is made with an unknown one."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make the value. Raises TypeError."""
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError:
-            unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
-            if unknown is None:
-                raise
-            alike = difflib.get_close_matches(unknown, cls.__struct_fields__, 1, 0.5)
-            hint = f"did you mean {alike[0]}?" if alike else f"it has {', '.join(cls.__struct_fields__)}"
-            raise TypeError(f"{cls.__name__} has no field {unknown!r}; {hint}") from None
+    if not TYPE_CHECKING:  # pyright would take its result, Any, for the type of every value
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Make the value. Raises TypeError."""
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
+                if unknown is None:
+                    raise
+                alike = difflib.get_close_matches(unknown, cls.__struct_fields__, 1, 0.5)
+                hint = f"did you mean {alike[0]}?" if alike else f"it has {', '.join(cls.__struct_fields__)}"
+                raise TypeError(f"{cls.__name__} has no field {unknown!r}; {hint}") from None
 
 
 class Sampling(
