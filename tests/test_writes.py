@@ -47,6 +47,9 @@ REASONS = {
     "engine/parallel/followers.py:end": MADE,
     "engine/parallel/placement.py:close": MADE,
     "recipes/fleet.py:joined_fleet": MADE,
+    "rollout/client/memo_folder.py:_marked": MADE,
+    "rollout/client/memo_folder.py:_write": MADE,
+    "rollout/client/memo_folder.py:_remove_file": "opened without following a link, of this user, and it begins with our mark",
     "rollout/client/replaying.py:_groups": NO_FILE,
     "rollout/commands/main.py:main": NO_FILE,
     "engine/parallel/followers.py:memory": NO_FILE,
@@ -54,7 +57,7 @@ REASONS = {
     "engine/parallel/weights.py:open": NO_FILE,
     "recipes/grpo.py:steps": ASKED,
 }
-ELSEWHERE = ("rollout/bench/", "rollout/cache/", "rollout/ledger/", "rollout/service/journal.py")
+ELSEWHERE = ("rollout/bench/", "rollout/ledger/", "rollout/service/journal.py", "rollout/private_files.py")
 """benchmarks, which are not in the wheel; files that the user names and the program continues: their own tests"""
 
 

@@ -24,7 +24,7 @@ class Stranger(Exception):
     """A connection is of no rank: it has sent something else, or nothing in time."""
 
 
-class Arrival:
+class Caller:
     """A connection that has not said who it is."""
 
     def __init__(self, end: socket.socket, now: float) -> None:
@@ -67,30 +67,30 @@ class Reception:
         self._secret = secret.encode()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._arriving: dict[socket.socket, Arrival] = {}
+        self._callers: dict[socket.socket, Caller] = {}
         """oldest first"""
         listener.setblocking(False)
 
     def next(self, until: float) -> tuple[socket.socket, Joining]:
         """Wait for the next rank. Returns its connection and what it said. Raises TimeoutError at `until`, time.monotonic."""
         while (now := time.monotonic()) < until:
-            ends = [until, *(arrival.until for arrival in self._arriving.values())]
+            ends = [until, *(caller.until for caller in self._callers.values())]
             for key, _ in self._selector.select(max(0.0, min(ends) - now)):
                 if key.fileobj is self._listener:
                     self._accept()
                     continue
-                arrival = self._arriving.get(key.fileobj)  # type: ignore[call-overload]
-                if arrival is not None and (joining := self._read(arrival)) is not None:  # it may have been dropped since
-                    self._forget(arrival.socket)
-                    return arrival.socket, joining
-            for arrival in [each for each in self._arriving.values() if time.monotonic() >= each.until]:
-                self._drop(arrival)
+                caller = self._callers.get(key.fileobj)  # type: ignore[call-overload]
+                if caller is not None and (joining := self._read(caller)) is not None:  # it may have been dropped since
+                    self._forget(caller.socket)
+                    return caller.socket, joining
+            for caller in [each for each in self._callers.values() if time.monotonic() >= each.until]:
+                self._drop(caller)
         raise TimeoutError
 
     def close(self) -> None:
         """Close all connections of which nothing was heard. May be repeated."""
-        for arrival in list(self._arriving.values()):
-            self._drop(arrival)
+        for caller in list(self._callers.values()):
+            self._drop(caller)
         self._selector.close()
 
     def _accept(self) -> None:
@@ -98,27 +98,27 @@ class Reception:
             end, _ = self._listener.accept()
         except OSError:  # it has gone, or there are no descriptors: it is tried again
             return
-        self._arriving[end] = Arrival(end, time.monotonic())
+        self._callers[end] = Caller(end, time.monotonic())
         self._selector.register(end, selectors.EVENT_READ)
-        if len(self._arriving) > MOST_ARRIVING:
-            self._drop(next(iter(self._arriving.values())))
+        if len(self._callers) > MOST_ARRIVING:
+            self._drop(next(iter(self._callers.values())))
 
-    def _read(self, arrival: Arrival) -> Joining | None:
+    def _read(self, caller: Caller) -> Joining | None:
         """Return what a rank says, once it is whole and has the secret."""
         try:
-            joining = arrival.read()
+            joining = caller.read()
         except Stranger:
-            self._drop(arrival)
+            self._drop(caller)
             return None
         if joining is not None and not compare_digest(joining.secret.encode(), self._secret):
-            self._drop(arrival)
+            self._drop(caller)
             return None
         return joining
 
-    def _drop(self, arrival: Arrival) -> None:
-        self._forget(arrival.socket)
-        arrival.socket.close()
+    def _drop(self, caller: Caller) -> None:
+        self._forget(caller.socket)
+        caller.socket.close()
 
     def _forget(self, end: socket.socket) -> None:
         self._selector.unregister(end)
-        del self._arriving[end]
+        del self._callers[end]

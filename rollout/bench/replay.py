@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from rollout.bench.inputs import save_tiny
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
+from rollout.engine.processes import run_module
 from rollout.process import service_process
 
 STEPS = 50
@@ -106,8 +106,8 @@ def run_of_grpo(config: Config, out: Path, words: list[str]) -> list[Row]:
     """Run recipes.grpo on its task without a tokenizer, with a new service, and return the metrics of its steps. words: further
     flags. Raises BenchFailed with the end of what it printed."""
     with service_process(config) as service:
-        command = [sys.executable, "-P", "-m", "rollout.recipes.grpo", "--model", config.engine.model, "--task", "even-ids"]
-        command += ["--address", service.endpoint, "--out", str(out), "--no-wandb", *words]
+        options = ("--model", config.engine.model, "--task", "even-ids", "--address", service.endpoint, "--out", str(out))
+        command = run_module("rollout.recipes.grpo", *options, "--no-wandb", *words)
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
             raise BenchFailed(f"recipes.grpo ended with exit status {done.returncode}: {done.stderr[-500:]}")

@@ -32,7 +32,7 @@ from rollout.identity import given_digest, prompt_digest, result_digest
 from rollout.ledger import records as r
 from rollout.ledger.frames import HEADER, NAME, Chain, DamagedLedger, frames
 from rollout.logs import logger
-from rollout.own_files import check_if_there, open_own
+from rollout.private_files import check_if_there, open_private
 from rollout.service.engine_api import EngineLike, HasDigests, live_of
 from rollout.service.recording import AcceptedAs, AppliedRefresh, Ledger
 
@@ -115,7 +115,7 @@ class LedgerFile:
             os.unlink(f"{self.path}.new")
 
     def _opened(self, path: str, flags: int = 0) -> int:
-        file = open_own(path, "ledger", os.O_APPEND | flags)
+        file = open_private(path, "ledger", os.O_APPEND | flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -31,7 +31,7 @@ import msgspec
 from rollout.config import InputError
 from rollout.engine.types import FinishReason, Served
 from rollout.logs import logger
-from rollout.own_files import check_if_there, open_own
+from rollout.private_files import check_if_there, open_private
 from rollout.transport.errors import RolloutError
 from rollout.transport.frames import Frame
 
@@ -189,7 +189,7 @@ class Journal(Persistence):
         self._thread: threading.Thread | None = None
         self._lock: int | None = _locked(path)
         try:
-            os.close(open_own(path, "journal"))  # prompts are private to this user
+            os.close(open_private(path, "journal"))  # prompts are private to this user
             for beside in SQLITE_FILES:
                 check_if_there(path + beside, "journal")
             self._db = _connect(path)
@@ -383,7 +383,7 @@ def _locked(path: str) -> int:
     """Lock the journal until this process ends. The lock is on a second file, because a process that closes any descriptor of a
     file loses SQLite's locks on that file. Raises InputError."""
     try:
-        descriptor = open_own(f"{path}.lock", "journal")
+        descriptor = open_private(f"{path}.lock", "journal")
     except OSError as error:
         raise InputError(f"journal {path}: {error.strerror}") from None
     try:

@@ -13,7 +13,7 @@ import stat
 from rollout.config import InputError
 
 
-def open_own(path: str, what: str, flags: int = 0) -> int:
+def open_private(path: str, what: str, flags: int = 0) -> int:
     """Open a file for reading and writing, mode 0600, and create it if there is none. Returns the descriptor.
 
     Args:
@@ -28,7 +28,7 @@ def open_own(path: str, what: str, flags: int = 0) -> int:
             raise InputError(f"{what} {path}: it is a link: name the file itself") from None
         raise
     try:
-        check_own(os.fstat(file), path, what)
+        check_private(os.fstat(file), path, what)
     except BaseException:
         os.close(file)
         raise
@@ -43,10 +43,10 @@ def check_if_there(path: str, what: str) -> None:
         return
     except OSError as error:
         raise InputError(f"{what} {path}: {error.strerror}") from None
-    check_own(about, path, what)
+    check_private(about, path, what)
 
 
-def check_own(about: os.stat_result, path: str, what: str) -> None:
+def check_private(about: os.stat_result, path: str, what: str) -> None:
     """Raises InputError unless this is a regular file of this user that no other user can read or write."""
     if not stat.S_ISREG(about.st_mode):
         kind = "a link" if stat.S_ISLNK(about.st_mode) else "no regular file"
