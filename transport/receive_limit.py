@@ -7,6 +7,10 @@ service computes, and a mark would count complete messages only, so one endless 
 the bytes of a TCP connection (tcpi_bytes_received, Linux 4.1). A thread checks them every TICK_MS and shuts down a connection
 over its bound; libzmq then frees its incomplete message.
 
+Messages of an ended connection stay in libzmq until they are taken, and the kernel gives its descriptor's number to the next
+connection. So the bytes that were taken are counted by the peer that libzmq names in each message, which is another one for
+each connection; while ended connections have left too much behind, no new one is let in (`is_full`).
+
 The thread needs the interpreter lock for some microseconds per tick; while another thread holds it, only the network bounds the
 bytes. Bytes on the wire are counted, not memory: libzmq uses 64 bytes for each frame, however short.
 """
@@ -47,7 +51,11 @@ class ReceiveQueue:
     def __init__(self, descriptor: int) -> None:
         self.socket = socket_of(os.dup(descriptor))
         self.since = time.monotonic()
+        self.peer: bytes | None = None
+        """of its messages; None: none has been taken"""
         self.taken = 0
+        self.left = 0
+        """bytes that waited when it ended and were not taken since"""
         self.cut = False
         self.over = False
         """libzmq has ended it"""
@@ -101,8 +109,8 @@ class Inflow:
         """by number of libzmq's descriptor; of the watching thread"""
         self._early: dict[int, int] = {}
         """bytes taken from connections that the watching thread does not know yet"""
-        self._left = 0
-        """bytes that ended connections have left behind"""
+        self._ended_queues: dict[int, list[ReceiveQueue]] = {}
+        """connections that have left bytes behind, oldest first, by number of libzmq's descriptor"""
         self._lock = threading.Lock()
         self._closed = False
         address = f"inproc://inflow-{id(self)}"
@@ -115,15 +123,30 @@ class Inflow:
         self._thread = threading.Thread(target=self._watch, name="rollout-inflow", daemon=True)
         self._thread.start()
 
-    def taken(self, descriptor: int, size: int) -> None:
-        """Note that the service has taken `size` bytes from the connection."""
+    def taken(self, descriptor: int, peer: bytes, size: int) -> None:
+        """Note that the service has taken a message of `size` bytes. peer: by which libzmq names its connection."""
         with self._lock:
-            connection = self._connections.get(descriptor)
-            if connection is not None:
-                connection.taken += size
-            else:
+            ended, live = self._ended_queues.get(descriptor, []), self._connections.get(descriptor)
+            queues = ended if live is None else [*ended, live]
+            queue = next((each for each in queues if each.peer == peer), None)
+            queue = queue or next((each for each in queues if each.peer is None), None)
+            if queue is None:
                 self._early[descriptor] = self._early.get(descriptor, 0) + size
-                self._left = max(0, self._left - size)
+                return
+            queue.peer = peer
+            queue.taken += size
+            if queue is not live:
+                queue.left = max(0, queue.left - size)
+                if not queue.left:
+                    ended.remove(queue)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether ended connections alone have left as much behind as may wait. For any thread."""
+        return self._left() > self._total_bound + self.expected
+
+    def _left(self) -> int:
+        return sum(queue.left for queues in list(self._ended_queues.values()) for queue in queues)
 
     def connection(self, descriptor: int) -> ReceiveQueue | None:
         """Find the connection of libzmq's descriptor. For any thread."""
@@ -133,7 +156,7 @@ class Inflow:
     def drained(self) -> None:
         """Note that no complete message waits: nothing of ended connections is left."""
         with self._lock:
-            self._left = 0
+            self._ended_queues.clear()
 
     def close(self) -> None:
         """End the watch, before the socket is closed. May be repeated."""
@@ -177,14 +200,16 @@ class Inflow:
             connection = self._connections.pop(descriptor, None)
             if connection is not None:
                 connection.over = True
-                self._left += connection.waits()
+                connection.left = connection.waits()
+                if connection.left:
+                    self._ended_queues.setdefault(descriptor, []).append(connection)
         if connection is not None:
             connection.socket.close()
 
     def _enforce(self) -> None:
         waits = {connection: connection.waits() for connection in self._connections.values() if not connection.cut}
         over = [connection for connection, size in waits.items() if size > self._bound + self.expected]
-        total = self._left + sum(waits.values())
+        total = self._left() + sum(waits.values())
         largest = sorted((connection for connection in waits if waits[connection] > SMALL_BYTES), key=waits.__getitem__)
         while total > self._total_bound + self.expected and largest:
             total -= waits[largest[-1]]

@@ -314,7 +314,9 @@ class ServiceEnd:
             raise ValueError(f"cannot listen at {endpoint}: {why}") from None
         message_bytes = limits.max_header_bytes + limits.max_frame_bytes
         if endpoint.startswith("tcp://"):
-            self._inflow = Inflow(self._sock, message_bytes, options.waiting_bytes, options.total_bytes)
+            self._inflow = inflow = Inflow(self._sock, message_bytes, options.waiting_bytes, options.total_bytes)
+            if self.authenticator is not None:
+                self.authenticator.is_full = lambda: inflow.is_full
 
     def receive(self, timeout: float, most: int = BATCH) -> list[tuple[bytes, list[Frame]]]:
         """Receive up to `most` waiting messages as (peer, frames), round-robin over connections; wait up to `timeout` seconds
@@ -339,7 +341,7 @@ class ServiceEnd:
         """Identify the connection of a message, and count its bytes. last: the last frame."""
         descriptor = _descriptor(last)
         if self._inflow is not None:
-            self._inflow.taken(descriptor, size)
+            self._inflow.taken(descriptor, routing_id, size)
         if self.keys is None:
             return routing_id
         peer = identified(_user_id(last), routing_id)

@@ -39,15 +39,21 @@ def post(*frames: bytes, head: bytes = PAGE, length: int = 2000) -> bytes:
     return head + (b"x" * (at - len(head)) + b"\x01\x00" + version_1(*frames)).ljust(length, b"\x01")
 
 
-def connected(endpoint: str) -> socket.socket:
-    """Connect as a DEALER of this user, with the secret of the endpoint."""
-    connection = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+def connected(endpoint: str, timeout: float | None = None) -> socket.socket:
+    """Connect as a DEALER of this user, with the secret of the endpoint. timeout: seconds without an answer. Raises OSError if
+    the other end closes the connection before it is made, or lets it wait."""
     secret, why = read(cookie_file(endpoint))
     assert secret, why
-    connection.sendall(GREETING + command(b"HELLO", text(USER) + text(secret.encode())))
-    _await(connection, b"WELCOME")
-    connection.sendall(command(b"INITIATE", PROPERTIES))
-    _await(connection, b"READY")
+    connection = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout)
+    try:
+        connection.sendall(GREETING + command(b"HELLO", text(USER) + text(secret.encode())))
+        _await(connection, b"WELCOME")
+        connection.sendall(command(b"INITIATE", PROPERTIES))
+        _await(connection, b"READY")
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
     return connection
 
 
@@ -55,5 +61,6 @@ def _await(connection: socket.socket, name: bytes) -> None:
     answered = b""
     while name not in answered:
         data = connection.recv(4096)
-        assert data, answered
+        if not data:
+            raise ConnectionResetError(f"closed after {answered!r}")
         answered += data

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,7 @@ def test_a_peer_may_name_itself(service: ServiceEnd) -> None:
 def test_a_number_that_is_of_something_else_by_now_leaves_no_descriptor(what: str, tmp_path: Path) -> None:
     """A connection that has ended before the watch heard of it: its number is another file's, or nobody's."""
     watch = object.__new__(receive_limit.Inflow)
-    watch._lock, watch._connections, watch._early = threading.Lock(), {}, {}
+    watch._lock, watch._connections, watch._early, watch._ended_queues = threading.Lock(), {}, {}, {}
     with open(tmp_path / "file", "w") as file, socket.socket(socket.AF_UNIX) as other:
         number = {"a file": file.fileno(), "a socket that is no TCP": other.fileno(), "nothing": 1 << 19}[what]
         gc.collect()  # of what other tests have left open
@@ -190,3 +191,62 @@ def test_a_number_that_is_of_something_else_by_now_leaves_no_descriptor(what: st
             watch._accepted(number)
         gc.collect()
         assert set(os.listdir("/proc/self/fd")) == before and not watch._connections
+
+
+MESSAGE = b"\x01\x01x" + b"\x02" + struct.pack(">Q", 50_000) + bytes(50_000)
+"""two frames, complete"""
+
+
+def flood_again_and_again(service: ServiceEnd, rounds: int) -> int:
+    """Send whole messages until the connection is ended, and connect anew, while the service takes a message a round. Returns
+    the bytes that then wait in libzmq."""
+    for _ in range(rounds):
+        with suppress(OSError), connected(service.endpoint, timeout=0.5) as connection:
+            sent_until_the_end(connection, MESSAGE * 20)
+        service.receive(0, 1)
+    waiting = 0
+    while received := service.receive(0.5):
+        waiting += sum(len(frame) for _, frames in received for frame in frames)
+    return waiting
+
+
+@pytest.mark.parametrize("service", [4 * BOUND], indirect=True)
+def test_what_ended_connections_have_left_is_bounded(service: ServiceEnd) -> None:
+    """A peer that is cut and connects anew, again and again, under the same descriptor's number."""
+    assert flood_again_and_again(service, 24) < 24 * BOUND
+    client = connect(service)
+    assert client.send([b"x"]) and len(service.receive(60)) == 1 and client.connections == 1
+    client.close()
+
+
+@pytest.mark.parametrize("service", [4 * BOUND], indirect=True)
+def test_if_all_were_let_in_it_would_grow(service: ServiceEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive_limit.Inflow, "is_full", False)
+    assert flood_again_and_again(service, 60) > 24 * BOUND
+
+
+def queue(waits: int) -> receive_limit.ReceiveQueue:
+    """A connection on which so many bytes wait."""
+    made = object.__new__(receive_limit.ReceiveQueue)
+    made.peer, made.taken, made.left, made.cut, made.over = None, 0, 0, False, False
+    made.socket = socket.socket()
+    made.waits = lambda: waits - made.taken  # type: ignore[method-assign]
+    return made
+
+
+def test_bytes_are_counted_for_the_connection_that_sent_them() -> None:
+    """Also where the next connection has the number of one that ended and left bytes behind."""
+    inflow = object.__new__(receive_limit.Inflow)
+    inflow._lock, inflow._early = threading.Lock(), {}
+    inflow._connections, inflow._ended_queues = {7: queue(1000)}, {}
+    inflow.taken(7, b"old", 100)
+    inflow._ended(7)
+    assert inflow._left() == 900
+    inflow._connections[7] = new = queue(500)
+    inflow.taken(7, b"old", 300)
+    inflow.taken(7, b"new", 50)
+    assert (inflow._left(), new.waits()) == (600, 450)
+    inflow.taken(7, b"old", 600)
+    inflow.taken(7, b"new", 50)
+    assert (inflow._left(), new.waits()) == (0, 400)
+    new.socket.close()

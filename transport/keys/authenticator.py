@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
@@ -57,6 +58,8 @@ class KeyAuthenticator:
         """number of refused connections; written by the authenticator's thread"""
         self._context = context
         self._credentials = credentials
+        self.is_full: Callable[[], bool] = lambda: False
+        """whether no connection is accepted for now; such a client tries again"""
         self._closed = threading.Event()
         self._logged, self._logged_at = 0, float("-inf")
         """number of refused connections in the log, and time of the last line"""
@@ -111,6 +114,8 @@ class KeyAuthenticator:
         status, text, user = self._credentials.check(mechanism, credentials)
         if status == b"400":
             self._refuse(address)
+        elif self.is_full():
+            return [b"1.0", number, b"300", b"too much waits to be received", b"", b""]
         return [b"1.0", number, status, text, user, b""]
 
     def _refuse(self, address: bytes) -> None:
