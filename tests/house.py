@@ -19,16 +19,16 @@ from tests.support.house import ROOT, actions, lines_of, modules_of
 
 BUDGETS = {
     "rollout.engine.scheduling.scheduler": 6_800,
-    "rollout.engine.engine": 24_100,
-    "rollout.client.api": 11_200,
-    "rollout.service.loop": 10_800,
-    "rollout.exact.module": 14_800,
+    "rollout.engine.engine": 25_000,
+    "rollout.client.api": 13_000,
+    "rollout.service.loop": 11_400,
+    "rollout.exact.module": 15_800,
 }
 """lines of each closure, in hundreds"""
 ENTERED = {
-    "group: files": 45, "group: functions": 375,
-    "step: files": 40, "step: functions": 199,
-    "refresh: files": 17, "refresh: functions": 77,
+    "group: files": 45, "group: functions": 380,
+    "step: files": 40, "step: functions": 201,
+    "refresh: files": 18, "refresh: functions": 90,
 }  # fmt: skip
 
 

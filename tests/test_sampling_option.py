@@ -21,10 +21,9 @@ import sys
 import msgspec, numpy as np, torch
 import rollout
 from transformers import LlamaConfig, LlamaForCausalLM
-from rollout.client.receipts import DRAWN_BY
 from rollout.engine.engine import Engine, EngineConfig
 from rollout.engine.types import Group, Sampling
-from rollout.ledger.records import FIELDS
+from rollout.identity import DRAWN_BY, OPTIONS
 
 folder, isa, top_a = sys.argv[1], sys.argv[2], 0.5
 torch.manual_seed(0)
@@ -55,7 +54,7 @@ for sample in samples:
     assert torch.allclose(torch.from_numpy(sample.logprobs).double(), want, atol=1e-3), (sample.group_id, sample.logprobs, want)
 assert len(samples) == 12 and left_out > 1000, left_out
 assert msgspec.msgpack.decode(msgspec.msgpack.encode(Sampling(top_a=top_a)), type=Sampling).top_a == top_a
-assert "top_a" in DRAWN_BY and "top_a" in FIELDS
+assert "top_a" in DRAWN_BY and OPTIONS["top_a"] == "truncates"
 for bad in (-0.1, 1.1):
     try:
         Sampling(top_a=bad)

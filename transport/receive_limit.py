@@ -55,7 +55,7 @@ class ReceiveQueue:
         """of its messages; None: none has been taken"""
         self.taken = 0
         self.left = 0
-        """bytes that waited when it ended and were not taken since"""
+        """bytes that waited when it ended, less those that the service has taken since"""
         self.cut = False
         self.over = False
         """libzmq has ended it"""

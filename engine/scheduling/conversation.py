@@ -110,14 +110,14 @@ class ConversationIndex:
         self._noted += 1
 
     def find(self, group: Group, client: str) -> FinishedTurn | None:
-        """Return the turn that a group of this client continues; None if this client had no such child. Without `kv` if the
-        prompt does not begin with the tokens of the turn."""
+        """Return the turn that a group of this client continues; None if this client had no such child. Without `kv` if a
+        refresh has made that too old, or if neither the prompt nor a partial child begins with the tokens of the turn."""
         turn = self._newest(group.after) if group.after is not None else None
         if turn is None or turn.client != client:
             return None
         kv = turn.kv
         if kv is not None and kv.spans and kv.spans[0][1] >= self._readable_from:
-            if len(group.prompt) > kv.tokens and digest(group.prompt[: kv.tokens]) == turn.tokens:
+            if any(len(known) > kv.tokens and digest(known[: kv.tokens]) == turn.tokens for known in _histories(group)):
                 return turn
         return turn._replace(kv=None)
 
@@ -136,6 +136,13 @@ class ConversationIndex:
 def digest(tokens: np.ndarray) -> bytes:
     """Return 16 bytes that identify a sequence of int32 token ids (xxh3-128)."""
     return xxhash.xxh3_128_digest(tokens.tobytes())
+
+
+def _histories(group: Group) -> Iterator[np.ndarray]:
+    """Yield the tokens with which its children begin: the prompt, and that of each partial child with what it has."""
+    yield group.prompt
+    for child in () if group.score else group.partials:
+        yield np.concatenate([group.prompt, child.token_ids])
 
 
 def _key(child: TurnId) -> np.uint64:

@@ -167,7 +167,7 @@ class Weights:
         if skipped := targets.count(SKIPPED):
             first = manifest[targets.index(SKIPPED)].name
             log.info(
-                "refresh skips tensors=%d of=%d first=%s: the model's class declares them as not its own",
+                "refresh skips tensors that the class declares as not its own tensors=%d of=%d first=%s",
                 skipped,
                 len(targets),
                 first,

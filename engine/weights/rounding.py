@@ -79,7 +79,7 @@ class RoundingLog:
         if not new:
             return
         self._said |= {name: (each.sent, each.kept) for name, each in new.items()}
-        log.warning("%s rounded tensors=%d %s", what, len(new), described(new, buffers))
+        log.warning("weights were rounded at=%r tensors=%d names=%r", what, len(new), described(new, buffers))
 
 
 def described(found: Mapping[str, Rounded], buffers: frozenset[str]) -> str:

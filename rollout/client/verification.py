@@ -41,6 +41,7 @@ NOT_COMPARED = {
     "group_id": "a name",
     "seconds": "when it ended is no function of its arguments",
     "offloads": "what happened to its KV changes no bit",
+    "ranks": "scored tokens alone have them, and those are not drawn",
 }
 """fields that no verification compares, and why. All fields of a sample are in one of these tables"""
 

@@ -19,7 +19,7 @@ import msgspec
 from rollout.client.api import RolloutClient
 from rollout.engine.types import Refreshed
 from rollout.http.errors import bad
-from rollout.transport.errors import Busy
+from rollout.transport.errors import Busy, SourceUnreachable
 from rollout.transport.messages import Welcome
 
 CONTROLS = 4
@@ -117,6 +117,8 @@ class Upstream:
             refreshed = await self.control(partial(call, wanted))
         except OSError as error:
             raise bad(f"{param}: {error.strerror or error}", param) from None
+        except SourceUnreachable as error:
+            raise bad(f"{param}: {error}"[:500], param) from None
         self.saw(refreshed.version)
         return refreshed.version
 

@@ -261,7 +261,7 @@ def test_end_tokens_of_the_configuration(tmp_path: Path) -> None:
 
 # ── what casts round ──────────────────────────────────────────────────────────────────────────────────────────────────
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "rounded tensors" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "weights were rounded" in record.getMessage()]
 
 
 def routed() -> tuple[PreTrainedModel, str]:
@@ -284,7 +284,7 @@ def test_what_a_cast_rounds_is_said_with_its_size(tmp_path: Path, caplog: pytest
         assert not warned(caplog)
         loaded = load(tmp_path, dtype=torch.bfloat16)
         (said,) = warned(caplog)
-        assert f" {name} (float32 to bfloat16, by up to {change:.2g}), " in said
+        assert f"'{name} (float32 to bfloat16, by up to {change:.2g}), " in said
         caplog.clear()
         engine = tiny_engine(dtype="bfloat16", model=loaded)
         engine.refresh(model)

@@ -63,7 +63,7 @@ def test_a_stranger_is_dropped_and_the_rank_after_it_comes(kind: str, place: tup
     assert joining == RANK and end.getpeername() == rank.getsockname()
     with pytest.raises(TimeoutError):
         reception.next(time.monotonic() + 0.05)  # so that the stranger's bytes are read
-    assert not reception._arriving
+    assert not reception._callers
     end.settimeout(WAIT)
     assert end.recv(4) == b"next", "no byte behind the greeting is taken"
     for each in (stranger, rank, end):
@@ -79,7 +79,7 @@ def test_the_silent_and_the_slow_delay_no_rank(
     others = [connected(address, b"\x01" * (i % 5)) for i in range(20)]
     rank = connected(address, said(RANK))
     end, joining = reception.next(time.monotonic() + WAIT)
-    assert joining == RANK and len(reception._arriving) == 20
+    assert joining == RANK and len(reception._callers) == 20
     for each in (*others, rank, end):
         each.close()
 
@@ -104,7 +104,7 @@ def test_a_greeting_has_one_deadline_however_slowly_it_comes(
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         reception.next(began + 1.0)
-    assert not reception._arriving
+    assert not reception._callers
     ended.set()
     dripping.join(WAIT)
     slow.close()
@@ -115,7 +115,7 @@ def test_as_many_wait_as_are_bounded(place: tuple[Reception, tuple[str, int]]) -
     others = [connected(address) for _ in range(MOST_ARRIVING + 20)]
     rank = connected(address, said(RANK))
     end, joining = reception.next(time.monotonic() + WAIT)
-    assert joining == RANK and len(reception._arriving) <= MOST_ARRIVING
+    assert joining == RANK and len(reception._callers) <= MOST_ARRIVING
     for each in (*others, rank, end):
         each.close()
 

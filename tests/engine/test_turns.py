@@ -136,6 +136,16 @@ def test_kept_kv_of_live_weights_is_read_in_any_case() -> None:
     h.finish()
 
 
+def test_a_partial_child_continues_the_kept_kv_of_its_tokens() -> None:
+    """However old, as a turn does; its sample says which weights computed it."""
+    h = harness()
+    run(h, "one", PROMPT, kv_ttl_s=60.0)
+    h.refresh("keep")
+    assert run(h, "two", PROMPT, partials={0: 100}, after=("one", 0), max_tokens=101) == 0
+    assert h.got["two", 0].kv_versions == [(100, 0, 0), (100, 199, 1)]
+    h.finish()
+
+
 def test_the_kept_kv_of_a_name_is_that_of_its_newest_turn() -> None:
     """A turn of the same name that keeps nothing takes the place of one that kept KV of older weights."""
     h = harness()

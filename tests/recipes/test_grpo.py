@@ -28,6 +28,8 @@ from tests.support.tiny import plain_logprobs, tiny, tiny_engine
 class Client:
     """An engine with a client's manners. Groups run when somebody waits for the first of them, and before a refresh."""
 
+    memo = None
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = copy.deepcopy(model)
         self.engine = tiny_engine(model=self.model)

@@ -30,11 +30,13 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 """
 
-BARE = """name.split(".")[0] not in {*sys.stdlib_module_names, *"msgspec numpy xxhash zmq rollout".split()} \\
-            or name.startswith("rollout.engine.") and name not in ("rollout.engine.types", "rollout.engine.config")"""
-"""what a client needs that has no tensors: four packages, and of the engine its value types"""
+VALUES = ("types", "config", "vocabulary", "paths")
+"""of the engine: value types, the bytes of tokens, and the rule for the files of a folder"""
+BARE = f"""name.split(".")[0] not in {{*sys.stdlib_module_names, *"msgspec numpy xxhash zmq rollout".split()}} \
+            or name.startswith("rollout.engine.") and name[15:] not in {VALUES}"""
+"""what a client needs that has no tensors: four packages, and VALUES"""
 
-TRAINER = """name.startswith("rollout.engine.") and name[15:] not in ("types", "config", "weights", "weights.tensors")"""
+TRAINER = f"""name.startswith("rollout.engine.") and name[15:] not in {(*VALUES, "weights", "weights.tensors")}"""
 """a trainer has torch; of the engine it needs the names and bytes of tensors as well"""
 
 GROUPS = """
@@ -87,7 +89,8 @@ def test_what_client_and_transport_import_of_the_engine() -> None:
     named = re.compile(r"^\s*(?:from|import) (rollout\.engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
-    assert found == {"rollout.engine.types", "rollout.engine.weights.tensors", "rollout.engine.cuda.digests"}
+    of_engine = {"types", "vocabulary", "paths", "weights.tensors", "cuda.digests"}
+    assert found == {f"rollout.engine.{name}" for name in of_engine}
     assert named.findall("def f():\n    from rollout.engine.weights.staging import x") == ["rollout.engine.weights.staging"]
     assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["rollout.engine.types"]
 

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def as_python(folder: Path) -> Path:
-    """Write a program that takes the place of `python` in `python -m rollout …`."""
+    """Write a program that takes the place of `python` in `python -P -m rollout …`."""
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nshift 2\ncd {ROOT} && exec {sys.executable} -m tests.support.modelless "$@"\n')
+    program.write_text(f'#!/bin/sh\nshift 3\ncd {ROOT} && exec {sys.executable} -m tests.support.modelless "$@"\n')
     program.chmod(0o700)
     return program
 
