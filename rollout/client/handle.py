@@ -298,16 +298,17 @@ class OpenHandle(Handle):
             if sample.index not in self._indices and sample.index not in self.group.wanted:
                 raise ValueError(f"sample {sample.index} of a group of {self.n}")
         with self._changed:
-            new = []
-            for sample in samples:
-                if self._ended or sample.index in self._indices:
-                    continue
+            fresh: dict[int, Sample] = {}
+            for sample in () if self._ended else samples:
+                if sample.index not in self._indices:
+                    fresh.setdefault(sample.index, sample)
+            if fresh and len(self._samples) + len(fresh) == self.n:
+                check_group([*self._samples, *fresh.values()], self.group)
+            new = [self._completed(each) for each in fresh.values()]
+            for sample in new:
                 self._indices.add(sample.index)
                 self._in_flight -= most
                 self._outputs.end(sample.index)
-                new.append(self._completed(sample))
-            if new and len(self._samples) + len(new) == self.n:
-                check_group([*self._samples, *new], self.group)
             self._samples += new
             self._ended = self._ended or len(self._samples) == self.n
             if self.on_arrival is not None and new:
@@ -321,8 +322,10 @@ class OpenHandle(Handle):
         """Give a sample the routes of its prompt, which the service sends once a group, and the configuration."""
         if self._prompt_routes is None:
             self._prompt_routes = sample.prompt_routed_experts
-        configuration = sample.configuration or self.configuration
-        return msgspec.structs.replace(sample, prompt_routed_experts=self._prompt_routes, configuration=configuration)
+        routes, configuration = self._prompt_routes, sample.configuration or self.configuration
+        if sample.prompt_routed_experts is routes and sample.configuration == configuration:
+            return sample
+        return msgspec.structs.replace(sample, prompt_routed_experts=routes, configuration=configuration)
 
     def check(self, sample: Sample) -> None:
         """Compare a sample with the request and with its streamed tokens. Raises ValueError naming the field; repeated samples

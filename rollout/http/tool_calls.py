@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -26,6 +27,8 @@ BRACE = re.compile(r"\s*(?=\{)")
 MARK = re.compile(f"{re.escape(BEGIN)}|{re.escape(THINKING[1])}")
 MAX_BROKEN = 100
 """beginnings of calls that are none, after which no more is searched: each is read to its end"""
+MAX_NODES = 1000
+"""schemas and values that are looked at for the types of one parameter: a client chooses how they refer to each other"""
 PYTHON = {"True": True, "False": False, "None": None}
 """as templates write these arguments of earlier calls, which models imitate"""
 
@@ -132,22 +135,44 @@ def parameters_of(name: str, tools: Sequence[Schema]) -> dict[str, Any]:
     return {}
 
 
-def types_of(schema: Any, whole: Schema, depth: int = 0) -> set[str]:
-    """Return the JSON types that a schema allows; empty: it does not say. whole: the schema with its definitions."""
-    if not isinstance(schema, dict) or depth > 8:
-        return set()
-    kinds = schema.get("type")
-    found = {kinds} if isinstance(kinds, str) else set(filter(lambda one: isinstance(one, str), kinds or ()))
-    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
-    found |= {type_of(value) for value in values} if not found else set()
-    for name in ("anyOf", "oneOf", "allOf"):
-        found |= {kind for one in schema.get(name) or () for kind in types_of(one, whole, depth + 1)}
-    if isinstance(reference := schema.get("$ref"), str):
-        place: Any = whole
-        for step in reference.removeprefix("#/").split("/"):
-            place = place.get(step) if isinstance(place, dict) else None
-        found |= types_of(place, whole, depth + 1)
+def types_of(schema: Any, whole: Schema) -> set[str]:
+    """Return the JSON types that a schema allows; empty: it does not say. What has no form of a schema says nothing.
+
+    Args:
+        whole: the schema with its definitions. Each of them is looked at once, and MAX_NODES schemas and values in all."""
+    found: set[str] = set()
+    references: set[str] = set()
+    waiting, left = [schema], MAX_NODES
+    while waiting and left > 0:
+        one = waiting.pop()
+        left -= 1
+        if not isinstance(one, dict):
+            continue
+        values = [*islice(listed(one, "enum"), left), *([one["const"]] if "const" in one else [])]
+        left -= len(values)
+        kinds = one.get("type")
+        named = {kind for kind in ([kinds] if isinstance(kinds, str) else listed(one, "type")) if isinstance(kind, str)}
+        found |= named or {type_of(value) for value in values}
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += islice(listed(one, name), left)
+        if isinstance(reference := one.get("$ref"), str) and reference not in references:
+            references.add(reference)
+            waiting.append(referred(reference, whole))
     return found
+
+
+def listed(schema: Schema, name: str) -> list[Any]:
+    """Return a field of a schema that is a list; [] for anything else."""
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
+
+
+def referred(reference: str, whole: Schema) -> Any:
+    """Return the definition that a $ref names; None if there is none."""
+    place: Any = whole
+    for step in reference.removeprefix("#/").split("/"):
+        place = place.get(step) if isinstance(place, dict) else None
+    return place
 
 
 def type_of(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from rollout.client.submission import check_budget, group_of, scored_group, send
 from rollout.engine.types import Limits, Sample, Sampling
 from rollout.service.loop import SilenceClock
 from rollout.transport.checks import Bounds
-from rollout.transport.errors import ClientClosed, LimitExceeded, WeightsRefused
+from rollout.transport.errors import ClientClosed, LimitExceeded, NotBelieved, WeightsRefused
 
 TIMING = LinkTiming()
 
@@ -214,6 +215,35 @@ def test_of_samples_that_come_together_all_are_handed_out_or_none() -> None:
     assert told == [2, 0] and not one.done
     one.add_samples([sample("g", 0), sample("g", 1)])
     assert told == [2, 0, 1] and one.done
+
+
+def test_a_group_whose_samples_do_not_fit_each_other_gives_its_budget_back() -> None:
+    """Too few children ended by themselves: nothing of the last message is taken."""
+    groups = OpenGroups(WeightHistory(), budget=40)
+    groups.bounds = Bounds(1, frozenset({0}))
+    for name, finish_after in (("a", 2), ("b", None)):
+        group = group_of(name, [5, 6], Sampling(n=3, max_tokens=10, finish_after=finish_after))
+        assert groups.add(sendable(group, serial=1, require_version=0, limits=Limits()))
+    assert sent(groups) == ["a"]
+    one, cut = groups.sent["a"], {"finish_reason": "cut"}
+    groups.add_samples([sample("a", 0)])
+    before = one.in_flight
+    with pytest.raises(ValueError, match="2 children were cut"):
+        one.add_samples([msgspec.structs.replace(sample("a", index), **cut) for index in (1, 2)])
+    assert one.in_flight == before == 22 and one.arrived == 1
+    groups.add_samples([msgspec.structs.replace(sample("a", index), **cut) for index in (1, 2)])
+    assert isinstance(one.error, NotBelieved) and groups._sent_tokens == 0
+    assert sent(groups) == ["b"]
+
+
+def test_samples_that_are_complete_are_not_copied() -> None:
+    one = handle("g")
+    whole = sample("g", 0)
+    one.add_sample(whole)
+    assert one.finished[0] is whole
+    one.configuration = "0f"
+    one.add_sample(sample("g", 1))
+    assert one.finished[1].configuration == "0f"
 
 
 def test_what_the_service_will_refuse_costs_the_client_nothing() -> None:

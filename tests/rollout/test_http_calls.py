@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.http.tool_calls import find_calls
+from rollout.http.tool_calls import MAX_NODES, find_calls, types_of
 from tests.support.scripted import PLAIN, SPECIALS, Scripted, byte_level, functions, scripted, tool
 
 pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")
@@ -81,6 +81,50 @@ def test_calls(case: str) -> None:
 @pytest.mark.parametrize("case", TEXT)
 def test_what_is_no_call_stays_text(case: str) -> None:
     assert find_calls(TEXT[case], TOOLS) == []
+
+
+class Counted(dict[str, Any]):
+    """A schema that counts how often it is looked at."""
+
+    looks = 0
+
+    def get(self, *args: Any) -> Any:
+        Counted.looks += args[0] == "type"
+        return super().get(*args)
+
+
+@pytest.mark.parametrize("case", ["itself", "each other", "wide", "values"])
+def test_schemas_that_refer_to_each_other_cost_no_more_than_their_bound(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a", "b", "c", "d", "e", "f", "g", "h"]
+    to = lambda name: Counted({"$ref": f"#/$defs/{name}"})  # noqa: E731
+    whole: dict[str, Any] = {
+        "itself": {"$defs": {"a": Counted(anyOf=[to("a")] * 20)}},
+        "each other": {"$defs": {name: Counted(anyOf=[to(other) for other in names]) for name in names}},
+        "wide": {"$defs": {"a": Counted(anyOf=[Counted(type="integer")] * 100_000)}},
+        "values": {"$defs": {"a": Counted(enum=[1] * 100_000)}},
+    }[case]
+    monkeypatch.setattr(Counted, "looks", 0)
+    types_of(to("a"), whole)
+    assert 1 < Counted.looks <= 2 * MAX_NODES  # once for a name, once for a list of names
+
+
+def test_types_behind_references_and_choices_are_found() -> None:
+    whole = {
+        "$defs": {
+            "a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]},
+            "b": {"oneOf": [{"const": 1}, {"enum": ["x"]}]},
+        }
+    }
+    assert types_of({"allOf": [{"$ref": "#/$defs/a"}]}, whole) == {"integer", "string"}
+
+
+@pytest.mark.parametrize("name", ["type", "enum", "anyOf", "oneOf", "allOf", "$ref", "const"])
+@pytest.mark.parametrize("value", [5, None, "x", {"a": 1}, [5], [None], [[]], True])
+def test_a_schema_that_is_none_says_nothing_and_its_parameter_is_text_or_a_value(name: str, value: Any) -> None:
+    text = "<tool_call><function=f><parameter=x>7</parameter></function></tool_call>"
+    parameters = {"type": "object", "properties": {"x": {name: value}}}
+    (call,) = find_calls(text, [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert call.arguments in ('{"x":"7"}', '{"x":7}')
 
 
 def test_thinking_that_the_prompt_began() -> None:
