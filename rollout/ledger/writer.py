@@ -19,8 +19,9 @@ import mmap
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,9 +33,10 @@ from rollout.identity import given_digest, prompt_digest, result_digest
 from rollout.ledger import records as r
 from rollout.ledger.frames import HEADER, NAME, Chain, DamagedLedger, frames
 from rollout.logs import logger
-from rollout.private_files import check_if_there, open_private
+from rollout.private_files import check_if_there, check_private, open_private
 from rollout.service.engine_api import EngineLike, HasDigests, live_of
 from rollout.service.recording import AcceptedAs, AppliedRefresh, Ledger
+from rollout.transport.own_files import remove_if_same
 
 MOST_NAMED = 65_536
 """prompts, and sampling options, that the writer remembers having written"""
@@ -56,9 +58,9 @@ class LedgerFile:
         self._torn = False
         """whether a frame of a failed write may be in the file"""
         try:
+            self._clear()  # before a file is made
             self._file = self._opened(path)
             try:
-                self._clear()
                 self.size, self._chain = self._whole()
             except BaseException:
                 os.close(self._file)
@@ -87,11 +89,12 @@ class LedgerFile:
         """Rename the file to FILE.1 and begin a new one. Raises OSError."""
         try:
             self._clear()
-            new = self._opened(f"{self.path}.new", os.O_EXCL)
+            with self._beside(".1"):
+                new = self._opened(f"{self.path}.new", os.O_EXCL)
+                os.rename(self.path, f"{self.path}.1")
+                os.rename(f"{self.path}.new", self.path)
         except InputError as error:  # another file was put there after the start
             raise OSError(errno.EEXIST, str(error)) from None
-        os.rename(self.path, f"{self.path}.1")
-        os.rename(f"{self.path}.new", self.path)
         os.close(self._file)
         self._file, self.size, self._chain = new, 0, Chain()
 
@@ -103,25 +106,50 @@ class LedgerFile:
             os.close(self._file)
 
     def _clear(self) -> None:
-        """Check that FILE.1 is a ledger, which a new one replaces, and delete a FILE.new that a killed service has left. Raises
-        InputError for other files, OSError."""
-        for path in (f"{self.path}.1", f"{self.path}.new"):
-            check_if_there(path, "ledger")
-            if os.path.lexists(path) and not _is_ledger(path):
-                raise InputError(
-                    f"ledger {self.path}: {path} is no ledger, and its name is needed when the file is full; move it away"
-                )
-        with suppress(FileNotFoundError):
-            os.unlink(f"{self.path}.new")
+        """Check that FILE.1 is a ledger that no service writes, which a new one replaces, and delete an empty FILE.new that a
+        killed service has left. Raises InputError for other files, OSError."""
+        with self._beside(".1"), self._beside(".new") as new:
+            if new is not None:
+                remove_if_same(Path(f"{self.path}.new"), new)
+
+    @contextmanager
+    def _beside(self, ending: str) -> Iterator[int | None]:
+        """Open and lock FILE.1, or FILE.new, which is empty until it gets its name. None: there is none. Raises InputError for
+        a file that is no ledger of this user, or that may be another service's, OSError."""
+        path, needed = f"{self.path}{ending}", "and its name is needed when the file is full; move it away"
+        check_if_there(path, "ledger")
+        if not os.path.lexists(path):
+            yield None
+            return
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            check_private(os.fstat(file), path, "ledger")
+            begin = os.pread(file, len(NAME), 0)
+            if not NAME.startswith(begin):
+                raise InputError(f"ledger {self.path}: {path} is no ledger, {needed}")
+            self._lock(file, path)
+            if begin and ending == ".new":
+                raise InputError(f"ledger {self.path}: {path} is a ledger of its own, {needed}")
+            yield file
+        finally:
+            os.close(file)
 
     def _opened(self, path: str, flags: int = 0) -> int:
         file = open_private(path, "ledger", os.O_APPEND | flags)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._lock(file, path)
+        except BaseException:
             os.close(file)
-            raise InputError(f"ledger {self.path}: another service writes it; end that one, or name another file") from None
+            raise
         return file
+
+    def _lock(self, file: int, path: str) -> None:
+        """Lock an open file. Raises InputError if another service has it, or has replaced it since it was opened."""
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.lstat(path)):
+                return
+        raise InputError(f"ledger {self.path}: another service writes {path}; end that one, or name another file")
 
     def _whole(self) -> tuple[int, Chain]:
         """Cut a torn frame. Returns the size and the chain."""
@@ -140,12 +168,6 @@ class LedgerFile:
             os.ftruncate(self._file, end)
         self.cut = size - end
         return end, Chain(digest)
-
-
-def _is_ledger(path: str) -> bool:
-    """Return whether a file begins as a ledger does, or is empty. Raises OSError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-        return NAME.startswith(file.read(len(NAME)) or NAME)
 
 
 class KnownNumbers:

@@ -272,7 +272,7 @@ def test_other_files_are_refused_and_left_alone(content: bytes, path: Path) -> N
 
 def test_one_service_writes_a_ledger(path: Path) -> None:
     writer = opened(path)
-    with pytest.raises(InputError, match="another service writes it"):
+    with pytest.raises(InputError, match="another service writes"):
         LedgerWriter(str(path), ROOM)
     writer.close()
     opened(path).close()
@@ -381,8 +381,9 @@ def test_a_full_ledger_replaces_only_ledgers(path: Path, caplog: pytest.LogCaptu
         with pytest.raises(InputError, match="is no ledger, and its name is needed"):
             opened(path, 500)
         assert other.read_bytes() == b"precious" * 99
+        assert not path.exists(), "nothing is made when it refuses"
         other.unlink()
-    Path(f"{path}.new").write_bytes(HEADER)  # a service was killed between two calls
+    Path(f"{path}.new").touch(0o600)  # a service was killed between two calls
     writer = opened(path, 500)
     victim = path.with_name("victim")
     victim.write_bytes(b"precious" * 99)
@@ -391,6 +392,41 @@ def test_a_full_ledger_replaces_only_ledgers(path: Path, caplog: pytest.LogCaptu
         wrote(writer, i)
     assert victim.read_bytes() == b"precious" * 99 and "ledger not written" in caplog.text
     writer.close()
+
+
+@pytest.mark.parametrize("ending", [".new", ".1"])
+@pytest.mark.parametrize("running", [True, False])
+def test_a_ledger_of_another_service_with_such_a_name_is_left_alone(ending: str, running: bool, path: Path) -> None:
+    """FILE.1 of a service that has ended is what is replaced; FILE.new is a ledger that only its own service begins."""
+    other = Path(f"{path}{ending}")
+    theirs = opened(other)
+    wrote(theirs, 1)
+    if not running:
+        theirs.close()
+    data = other.read_bytes()
+    if running or ending == ".new":
+        with pytest.raises(InputError, match="another service writes" if running else "is a ledger of its own"):
+            opened(path)
+        assert other.read_bytes() == data and not path.exists()
+    else:
+        opened(path).close()
+        assert other.read_bytes() == data, "not replaced before the new one is full"
+    theirs.close()
+
+
+@pytest.mark.parametrize("ending", [".new", ".1"])
+def test_a_service_that_starts_later_with_such_a_name_keeps_its_ledger(
+    ending: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, other = opened(path, 3000), Path(f"{path}{ending}")
+    theirs = opened(other)
+    held = other.stat().st_ino
+    for i in range(30):
+        wrote(writer, i)
+    assert other.stat().st_ino == held and "ledger not written" in caplog.text
+    theirs.close()
+    writer.close()
+    assert ledger.read(other).services[0].closed
 
 
 # who writes
