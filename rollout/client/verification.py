@@ -33,7 +33,7 @@ CHECKED = {
     "prompt_tokens": "`check_sample` compares it with the prompt",
     "weight_versions": "must be those of the weights that draw it again",
     "kv_versions": "without spans, its log-probs are of KV of the same weights; with spans, it cannot be verified",
-    "configuration": "a client notes it; a receipt of another one cannot be verified",
+    "configuration": "a client notes it; a sample or a receipt of another one cannot be verified",
     "error": "`check_sample` allows it for failed children only",
 }
 """fields that decide what is drawn again, or are compared with the request"""
@@ -180,6 +180,8 @@ class GroupCheck:
         info, versions = self._here.info, {version for _, version in sample.weight_versions}
         if BATCH in info.arithmetic:
             return f"the bits of arithmetic {info.arithmetic} depend on the batch"
+        if sample.configuration not in ("", info.configuration):
+            return f"it was sampled with {WORDS['configuration']} {sample.configuration}, this service has {info.configuration}"
         if receipt is not None and (name := first_difference(receipt, info, self._sampling)) is not None:
             return f"it was sampled with {WORDS[name]} {getattr(receipt, name)}, this service has {getattr(info, name)}"
         if len(versions) > 1 or sample.kv_versions:

@@ -231,7 +231,8 @@ class FleetGroups:
             for rival in rivals:
                 rival.handle.cancel([sample.index])  # it was moved, and has arrived from the lost replica
             done = msgspec.structs.replace(sample, group_id=one.group.id)
-            match self._verifier.decide(one, done, origins, self._replicas.weights.version):
+            trusted = bool(self._replicas.trusted())
+            match self._verifier.decide(one, done, origins, self._replicas.weights.version, trusted):
                 case "deliver":
                     self._deliver(one, done, origins)
                 case "again":
@@ -249,12 +250,9 @@ class FleetGroups:
         self.waiting[one.group.id] = one
 
     def _repeat_trusted(self, one: OpenGroup, sample: Sample) -> None:
-        """Generate a finished child again on a trusted replica: nothing proves it right. One that was aborted ends without its
-        tokens."""
+        """Generate a finished child again on a trusted replica: nothing proves it right."""
         one.doubted.add(sample.index)
         self._repeat(one, sample)
-        if sample.finish_reason == "aborted":
-            self._end(one, [sample.index], "aborted")
 
     def _again(self, part: PlacedChildren, sample: Sample) -> None:
         """Continue a child elsewhere, from its tokens unless it ended as "error\"."""

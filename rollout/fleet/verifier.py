@@ -2,7 +2,8 @@
 
     FleetGroups ─→ choose ─→ hold ─→ queue ─→ GroupCheck, a redraw on a trusted replica ─→ Judged ─→ FleetGroups
                      └ not chosen: delivered at once          full, too late, refused: skipped
-                                                              no verdict: generated again on a trusted replica
+                                                              no verdict: generated again on a trusted replica, for
+                                                              which it waits as long as for a verdict
 
 A child is chosen when it arrives, by a random number that only the router has: the replica has made all of it by then. Children
 of one group that wait together share the prefill of its prompt.
@@ -37,6 +38,7 @@ MOST_TOKENS = 1 << 20
 """of prompts and samples that are held: further ones are skipped"""
 MOST_CHILDREN = 64
 """that one trusted replica verifies at a time"""
+ABORTED = "children that were aborted end with their tokens so far: they are not generated again"
 
 log = logger(__name__)
 
@@ -95,6 +97,8 @@ class Verifier:
         self._inbox = inbox
         self._queue: OrderedDict[str, list[Held]] = OrderedDict()
         """by group"""
+        self._unclear: list[Held] = []
+        """wait for a trusted replica that generates them again"""
         self._checks: defaultdict[Replica, list[Check]] = defaultdict(list)
         self._judged: list[Judged] = []
         self._held_tokens = 0
@@ -115,27 +119,35 @@ class Verifier:
     @property
     def waiting(self) -> bool:
         """Whether children wait for a trusted replica."""
-        return bool(self._queue)
+        return bool(self._queue or self._unclear)
 
     @property
     def holding(self) -> int:
         """Number of children that wait for a verdict."""
         checked = sum(len(check.held) for checks in self._checks.values() for check in checks)
-        return checked + sum(map(len, self._queue.values()))
+        return checked + len(self._unclear) + sum(map(len, self._queue.values()))
 
-    def decide(self, one: OpenGroup, sample: Sample, origins: Origins, live: int) -> Decision:
-        """Choose what becomes of a finished child. live: version of the weights."""
+    def decide(self, one: OpenGroup, sample: Sample, origins: Origins, live: int, trusted: bool) -> Decision:
+        """Choose what becomes of a finished child.
+
+        Args:
+            live: version of the weights.
+            trusted: whether a trusted replica serves."""
         if not (self.on and origins and len(sample.token_ids)):
             return "deliver"
         unclear, now = is_unclear(sample, live), time.monotonic()
         if not is_untrusted(origins):
-            self.shares.add_trusted(unclear)
+            if not one.group.score and sample.index not in one.doubted:  # these run on trusted replicas only
+                self.shares.add_trusted(unclear)
             return "deliver"
         too_many = self.shares.add(_doubted(origins), unclear, now)
         if not too_many and self._options.draw() >= self._options.share:
             return "deliver"
         held = Held(one, sample, origins, now + self._options.wait_s)
-        if unclear:
+        if unclear and sample.finish_reason == "aborted":
+            self._skip([held], ABORTED)
+            return "deliver"
+        if unclear and trusted:
             self._count("unverifiable", [held])
             return "again"
         if self._held_tokens + held.tokens > MOST_TOKENS:
@@ -143,7 +155,7 @@ class Verifier:
             return "deliver"
         self._held_tokens += held.tokens
         one.held[sample.index] = held
-        self._queue.setdefault(one.group.id, []).append(held)
+        (self._unclear if unclear else self._queue.setdefault(one.group.id, [])).append(held)
         return "hold"
 
     def not_suspended(self, replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
@@ -158,7 +170,8 @@ class Verifier:
         if not found:
             return []
         self._held_tokens -= sum(held.tokens for held in found)
-        for waiting in (self._queue.get(one.group.id, []), *(check.held for each in self._checks.values() for check in each)):
+        queued = (self._unclear, self._queue.get(one.group.id, []))
+        for waiting in (*queued, *(check.held for each in self._checks.values() for check in each)):
             waiting[:] = [held for held in waiting if held not in found]
         if not self._queue.get(one.group.id):
             self._queue.pop(one.group.id, None)
@@ -167,13 +180,16 @@ class Verifier:
     def expire(self, now: float) -> None:
         """Skip what has waited too long."""
         checked = (held for checks in self._checks.values() for check in checks for held in check.held)
-        late = [held for held in (*checked, *itertools.chain.from_iterable(self._queue.values())) if now > held.until]
+        late = [held for held in (*checked, *self._unclear, *itertools.chain(*self._queue.values())) if now > held.until]
         if late:
             self._skip(late, f"no verdict within {self._options.wait_s} s (fleet.verify_wait_s)")
             self._deliver(map(Judged, late))
 
     def step(self, trusted: Sequence[Replica], version: int) -> None:
         """Send what waits to trusted replicas that have room. version: of the live weights."""
+        if trusted and self._unclear:
+            self._count("unverifiable", self._unclear)
+            self._deliver(Judged(held, again=True) for held in self._unclear.copy())
         while self._queue and trusted:
             replica = min(trusted, key=self._busy)
             if self._busy(replica) >= MOST_CHILDREN:
@@ -261,6 +277,9 @@ class Verifier:
             return Judged(held, liar, evidence(held, verdict, by))
         if liar is not None:
             log.error("trusted replicas differ: %s of %s", evidence(held, verdict, by), liar.name)
+        if verdict.ok is None and held.sample.finish_reason == "aborted":
+            self._skip([held], ABORTED)
+            return Judged(held)
         self._count("verified" if verdict.ok else "unverifiable", [held])
         return Judged(held, verified=verdict.ok is True, again=verdict.ok is None)
 

@@ -27,6 +27,7 @@ from rollout.engine.scheduling import queue
 from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, manifest_digest
 from rollout.fleet import verifier as verifier_module
 from rollout.fleet.fleet import Fleet, FleetOptions
+from rollout.fleet.open_groups import OpenGroup
 from rollout.fleet.owners import MOST_GROUPS, Ban, Owner, Owners
 from rollout.fleet.unclear import FIRST_S, LEAST, UnclearShares
 from rollout.fleet.verifier import Verification
@@ -672,6 +673,65 @@ def test_what_cannot_be_verified_was_delivered(monkeypatch: pytest.MonkeyPatch) 
         step_until(fleet, lambda: len(ended) == 32, "all have ended")
         with pytest.raises(AssertionError):
             check(ended)
+
+
+def test_without_a_trusted_replica_they_wait_no_longer_than_they_may(caplog: pytest.LogCaptureFixture) -> None:
+    """Generated again by those that are not trusted, they would have no verdict again, for ever."""
+    with trusting(Verification(1.0, wait_s=0.05), step_s=0.001) as (fleet, _):
+        fleet.replicas.trusted = list  # type: ignore[method-assign]
+        ended = recorded(fleet)
+        refreshed_while_it_runs(fleet, 8, 1)
+        step_until(fleet, lambda: len(ended) == 32, "all have ended")
+        check(ended)
+        assert any(len(one.weight_versions) > 1 for one in ended)
+        verified, lied, unverifiable, skipped = counts(fleet)
+        assert (verified, lied, unverifiable) == (0, 0, 0) and skipped > 0 and "no verdict within 0.05 s" in caplog.text
+        assert not fleet._groups.open and fleet.status()["fleet"]["verifying"] == 0
+
+
+def test_they_wait_for_a_trusted_replica_that_serves_later() -> None:
+    with trusting(step_s=0.001) as (fleet, _):
+        trusted, ended = fleet.replicas.trusted, recorded(fleet)
+        fleet.replicas.trusted = list  # type: ignore[method-assign]
+        refreshed_while_it_runs(fleet, 8, 1)
+        step_until(fleet, lambda: fleet.verifier._unclear and not any(fleet._groups.at.values()), "they wait")
+        waiting = {(held.one.group.id, held.sample.index) for held in fleet.verifier._unclear}
+        fleet.replicas.trusted = trusted  # type: ignore[method-assign]
+        step_until(fleet, lambda: len(ended) == 32, "all have ended")
+        check(ended)
+        assert counts(fleet)[2] >= len(waiting) and counts(fleet)[3] == 0
+        again = [one for one in ended if (one.group_id, one.index) in waiting]
+        assert len(again) == len(waiting) and {one.versions for one in again} == {"version 1"}
+
+
+def test_an_aborted_child_ends_with_its_tokens_though_nothing_can_verify_them() -> None:
+    with trusting(step_s=0.002) as (fleet, threads):
+        only_verifies(fleet, "r0")
+        fleet.submit(group(1, max_tokens=900))
+        step_until(fleet, lambda: threads.engines["r1"].made["generated_tokens"] > 20, "it runs")
+        refresh(fleet, 1)
+        made = ran(threads, "r1")
+        step_until(fleet, lambda: ran(threads, "r1") > made + 20, "it goes on")
+        here = fleet.abort("g1", None)
+        ended = [*here, *collect(fleet, 4 - len(here)).values()]
+        assert [one.finish_reason for one in ended] == ["aborted"] * 4
+        assert all(len(one.token_ids) and len(one.weight_versions) > 1 for one in ended)
+        assert counts(fleet) == (0, 0, 0, 4)
+
+
+@pytest.mark.parametrize("changes", [{"score": True}, {"doubted": {0}}])
+def test_what_runs_on_trusted_replicas_only_is_not_what_they_are_compared_by(changes: dict[str, Any]) -> None:
+    """Scores are never unclear: they would make the share of trusted replicas small, and honest owners suspended."""
+    with trusting() as (fleet, _):
+        fleet.submit(group(1))
+        (sample, *_) = collect(fleet, 4).values()
+        verifier, origins = fleet.verifier, [(0, fleet.replicas.by_name["r0"].owner)]
+        before = verifier.shares.all
+        for group_changes, found in ((changes, before), ({}, before + 1)):
+            one = OpenGroup.of(REPLACE(group(1), score=group_changes.get("score", False)), "1", 0.0)
+            one.doubted = group_changes.get("doubted", set())
+            sample = REPLACE(sample, index=0)
+            assert verifier.decide(one, sample, origins, 0, True) == "deliver" and verifier.shares.all == found
 
 
 def test_an_owner_with_more_of_them_than_trusted_replicas_is_suspended() -> None:
