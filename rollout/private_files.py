@@ -1,6 +1,7 @@
 """Files that a service writes for its user alone: the ledger and the journal.
 
-What is there already is taken only if it is a regular file of this user that no other user can read or write. Links are not
+What is there already is taken only if it is a regular file of this user (`own_files.is_alone`) that no other user can read or
+write. Links are not
 followed, so a name never leads to another file than the one that was named.
 """
 
@@ -11,6 +12,7 @@ import os
 import stat
 
 from rollout.config import InputError
+from rollout.transport.own_files import is_alone
 
 
 def open_private(path: str, what: str, flags: int = 0) -> int:
@@ -47,11 +49,13 @@ def check_if_there(path: str, what: str) -> None:
 
 
 def check_private(about: os.stat_result, path: str, what: str) -> None:
-    """Raises InputError unless this is a regular file of this user that no other user can read or write."""
+    """Raises InputError unless this is a regular file of this user, with one name, that no other user can read or write."""
     if not stat.S_ISREG(about.st_mode):
         kind = "a link" if stat.S_ISLNK(about.st_mode) else "no regular file"
         raise InputError(f"{what} {path}: it is {kind}; name a file, or a new one")
     if about.st_uid != os.geteuid():
         raise InputError(f"{what} {path}: it belongs to user {about.st_uid}; it must belong to the user of this process")
+    if not is_alone(about):
+        raise InputError(f"{what} {path}: it has {about.st_nlink} names (hard links); name a file that has one")
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(f"{what} {path}: others can read it (mode {about.st_mode & 0o777:o}); chmod 600 {path}")

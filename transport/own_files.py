@@ -19,10 +19,15 @@ def open_own(path: Path) -> int:
     of this user, for a link, and for a file with a second name (hard link)."""
     held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     about = os.fstat(held)
-    if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_nlink == 1:
+    if is_alone(about):
         return held
     os.close(held)
     raise PermissionError(f"{path} is no file of this user alone")
+
+
+def is_alone(about: os.stat_result) -> bool:
+    """Return whether this is a regular file of this user that has no second name."""
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_nlink == 1
 
 
 def holds(held: int, content: re.Pattern[bytes]) -> bool:

@@ -46,6 +46,8 @@ PREFIX, DIGITS = 16, 40
 """hex digits in a name: of the digests of weights and of the prompt each, and of everything else"""
 MESSAGE_BYTES, MESSAGE_SAMPLES, SAMPLE_OVERHEAD = 1 << 18, 256, 160
 """most in one stored message; bytes that a sample counts in addition to its arrays"""
+MOST_UNWRITTEN = 256 << 20
+"""bytes of entries that wait to be written; further ones are not stored"""
 REMEMBERED = 65_536
 """children whose KV is known to be of one set of weights"""
 
@@ -76,6 +78,8 @@ class Memo:
         """version of the weights of children, by (group id, index), if all of their KV is of these weights"""
         self._unwritten: dict[str, bytes] = {}
         """entries that wait to be written"""
+        self._unwritten_bytes = self._not_kept = 0
+        """of these entries; entries that found too many of them"""
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "rollout-memo")
         self._closed = False
@@ -83,15 +87,13 @@ class Memo:
     def status(self) -> dict[str, Any]:
         """Return the counts of groups, and what the folder has."""
         folder = self.folder
-        return {
-            "hits": self.hits,
-            "misses": self.misses,
-            "not_memoised": self.not_memoised,
-            "first_miss": self.first_miss,
-            "entries": len(folder),
-            "bytes": folder.bytes,
-            **{name: getattr(folder, name) for name in ("evicted", "damaged", "unread", "unwritten")},
-        }
+        with self._lock:
+            return {
+                **{name: getattr(self, name) for name in ("hits", "misses", "not_memoised", "first_miss")},
+                "entries": len(folder),
+                **{name: getattr(folder, name) for name in ("bytes", "evicted", "damaged", "unread")},
+                "unwritten": folder.unwritten + self._not_kept,
+            }
 
     def name(self, group: Group, info: m.Welcome, live: Served) -> str | None:
         """Return the name of the answer to a group; None: it is computed each time, and counted. live: the weights now."""
@@ -100,19 +102,24 @@ class Memo:
                 turn_at = None if group.after is None else self._pure.get(group.after, -1)
             return name_of(group, info, live, turn_at)
         except NotMemoised as error:
-            self.not_memoised += 1
-            log.debug("group is not memoised group=%r why=%r", group.id, str(error))
+            self.passed(group, str(error))
             return None
+
+    def passed(self, group: Group, why: str) -> None:
+        """Count a group that is computed each time."""
+        with self._lock:
+            self.not_memoised += 1
+        log.debug("group is not memoised group=%r why=%r", group.id, why)
 
     def find(self, name: str, group: Group, info: m.Welcome, live: Served) -> list[Sample] | None:
         """Return the stored samples of a group, as of the live weights; None: there are none. Counts a hit or a miss."""
         began, data = time.perf_counter(), self.get(name)
         samples = None if data is None else _samples(data, group, info, live, began)
         if samples is None:
-            self.misses += 1
-            self._note_first_miss(name, group, live)
+            self._missed(name, group, live)
             return None
-        self.hits += 1
+        with self._lock:
+            self.hits += 1
         self._note_pure(samples)
         return samples
 
@@ -143,11 +150,18 @@ class Memo:
         self.keep(name, msgspec.msgpack.encode([[bytes(frame) for frame in frames] for frames in _messages(samples)]))
 
     def keep(self, name: str, data: bytes) -> None:
-        """Store an entry. It is found from now on, and a thread writes it."""
+        """Store an entry. It is found from now on, and a thread writes it. If too many bytes wait for a slow disk, it is not
+        stored, and counted."""
         with self._lock:
-            if not self._closed:
-                self._unwritten[name] = data
-                self._writer.submit(self._write, name)
+            if self._closed:
+                return
+            more = len(data) - len(self._unwritten.get(name, b""))
+            if self._unwritten_bytes + more > MOST_UNWRITTEN:
+                self._not_kept += 1
+                return
+            self._unwritten[name] = data
+            self._unwritten_bytes += more
+            self._writer.submit(self._write, name)
 
     def get(self, name: str) -> bytes | None:
         """Return an entry; None: there is none that can be read."""
@@ -180,19 +194,20 @@ class Memo:
                 return
             self._closed = True
         self._writer.shutdown()
-        log.info(
-            "memo folder=%s hits=%d misses=%d not_memoised=%d entries=%d bytes=%d",
-            self.folder.path, self.hits, self.misses, self.not_memoised, len(self.folder), self.folder.bytes,
-        )  # fmt: skip
+        counts = {name: value for name, value in self.status().items() if name != "first_miss"}
+        log.info("memo folder=%s %s", self.folder.path, " ".join(f"{name}={value}" for name, value in counts.items()))
         self.folder.close()
 
     def _write(self, name: str) -> None:
         with self._lock:
-            data = self._unwritten[name]
+            data = self._unwritten.get(name)
+        if data is None:  # kept twice, and written with the first
+            return
         self.folder.put(name, data)
         with self._lock:
             if self._unwritten.get(name) is data:
                 del self._unwritten[name]
+                self._unwritten_bytes -= len(data)
 
     def _note_pure(self, samples: Sequence[Sample]) -> None:
         with self._lock:
@@ -205,12 +220,16 @@ class Memo:
             while len(self._pure) > REMEMBERED:
                 self._pure.popitem(last=False)
 
-    def _note_first_miss(self, name: str, group: Group, live: Served) -> None:
-        if self.first_miss is not None:
-            return
-        fields = {"group": group.id, "version": live.version, "after_hits": self.hits, "why": self.why_missing(name)}
-        self.first_miss = fields
-        say = log.warning if self.hits else log.info  # after hits, it is where a change began to act
+    def _missed(self, name: str, group: Group, live: Served) -> None:
+        """Count a miss, and note the first one."""
+        why = self.why_missing(name)
+        with self._lock:
+            self.misses += 1
+            if self.first_miss is not None:
+                return
+            fields = {"group": group.id, "version": live.version, "after_hits": self.hits, "why": why}
+            self.first_miss = fields
+        say = log.warning if fields["after_hits"] else log.info  # after hits, it is where a change began to act
         say("first miss group=%r version=%d after_hits=%d why=%r", *fields.values())
 
 
@@ -303,7 +322,7 @@ def _samples(data: bytes, group: Group, info: m.Welcome, live: Served, began: fl
     began: time.perf_counter of the submission."""
     bounds = Bounds(info.vocab_size, frozenset(info.eos_token_ids), live.version, routing=info.routing)
     given = {child.index: child for child in group.partials}
-    decoder: Decoder[m.SamplesDone] = Decoder(m.SamplesDone, m.answer_limits(Limits()))
+    decoder: Decoder[m.SamplesDone] = Decoder(m.SamplesDone, m.answer_limits(info.limits))
     try:
         messages = msgspec.msgpack.decode(data, type=list[list[bytes]])
         stored = [sample for frames in messages for sample in unpack_samples(decoder.unpack(list(frames)))]

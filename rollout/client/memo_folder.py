@@ -3,8 +3,9 @@
     FOLDER/rollout-memo        marks the folder, and is locked while a client uses it
     FOLDER/NAME.memo           MAGIC, then SHA-256 of name and data, then the data
 
-A file is written as NAME.memo.new and then renamed, so a killed process leaves no half of one. A file without our form
-of a name, or without MAGIC at its beginning, is neither read nor deleted. Links are not followed.
+A file is written as NAME.memo.RANDOM.new and then renamed, so a killed process leaves no half of one. A file without our form
+of a name, or without MAGIC at its beginning, is neither read nor deleted; one without any content, as a kill or a crash of the
+machine leaves it, is ours as well. Links are not followed.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import fcntl
 import hashlib
 import os
 import re
-import stat
+import secrets
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import BinaryIO
 
 from rollout.logs import logger
+from rollout.transport.own_files import is_alone
 
 MAGIC = b"rollout memo 1\n"
 HEAD = len(MAGIC) + 32
 MARKER, ENDING, NEW = "rollout-memo", ".memo", ".new"
 WELCOME = "welcome"
 """entry that is never evicted: how the service describes itself"""
-OURS = re.compile(r"(welcome|refresh-[0-9a-f]{40}|[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{40})\.memo(\.new)?")
+OURS = re.compile(r"(welcome|refresh-[0-9a-f]{40}|[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{40})\.memo((?:\.[0-9a-f]{8})?\.new)?")
 
 log = logger(__name__)
 
@@ -50,10 +53,14 @@ class MemoFolder:
         self._folder = _open_folder(folder)
         try:
             self._marker = _marked(folder, self._folder)
+            try:
+                self._scan()
+            except BaseException:
+                os.close(self._marker)
+                raise
         except BaseException:
             os.close(self._folder)
             raise
-        self._scan()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -85,14 +92,16 @@ class MemoFolder:
             if size > self._most_bytes or (name not in self._sizes and self._is_there(name)):
                 self.unwritten += 1
                 return False
-            self._forget(name)
-            self._evict(size)
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
+            self._evict(size - self._sizes.get(name, 0))
             try:
                 self._write(name, _head(name, data) + data)
             except OSError as error:  # a full disk: groups are computed nevertheless
                 self.unwritten += 1
                 log.error("memo entry cannot be written entry=%s reason=%r", name, str(error))
                 return False
+            self._forget(name)  # now: until here the old file is there
             self._sizes[name] = size
             self.bytes += size
             return True
@@ -118,7 +127,7 @@ class MemoFolder:
                 if (named := OURS.fullmatch(file.name)) is None:
                     continue
                 about = file.stat(follow_symlinks=False)
-                if not _is_own(about):
+                if not is_alone(about):
                     continue
                 if named[2]:
                     self._remove_file(file.name)
@@ -141,14 +150,14 @@ class MemoFolder:
         """Return the content of a file; "" for what is not ours. Raises OSError."""
         with open(self._open(name + ENDING, os.O_RDONLY), "rb") as file:
             about = os.fstat(file.fileno())
-            if not _is_own(about) or about.st_size > self._most_bytes:
+            if not is_alone(about) or about.st_size > self._most_bytes:
                 return b""
             os.utime(file.fileno())
             return file.read(about.st_size)
 
     def _write(self, name: str, content: bytes) -> None:
         """Write a file as a whole. Raises OSError."""
-        new = name + ENDING + NEW
+        new = f"{name}{ENDING}.{secrets.token_hex(4)}{NEW}"
         with open(self._open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             try:
                 file.write(content)
@@ -180,7 +189,7 @@ class MemoFolder:
     def _remove_file(self, file: str) -> bool:
         try:
             with open(self._open(file, os.O_RDONLY), "rb") as opened:
-                if not _is_own(os.fstat(opened.fileno())) or opened.read(len(MAGIC)) != MAGIC:
+                if not is_alone(os.fstat(opened.fileno())) or not _begins_as_ours(opened):
                     return False
                 os.unlink(file, dir_fd=self._folder)
         except OSError:
@@ -214,17 +223,18 @@ def _open_folder(folder: Path) -> int:
 def _marked(path: Path, folder: int) -> int:
     """Open and lock the file that marks a memo, and make it in an empty folder. Raises ValueError, OSError."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    if not os.listdir(folder):
-        with open(os.open(MARKER, flags | os.O_CREAT, 0o600, dir_fd=folder), "wb") as file:
-            file.write(MAGIC)
+    is_new = set(os.listdir(folder)) <= {MARKER}  # a process that made it may have been killed before it wrote
     try:
-        marker = os.open(MARKER, flags, dir_fd=folder)
+        marker = os.open(MARKER, flags | (os.O_CREAT if is_new else 0), 0o600, dir_fd=folder)
     except OSError:
         raise ValueError(f"memo {path}: the folder is neither empty nor a memo: name a new one") from None
     try:
-        if not _is_own(os.fstat(marker)) or os.read(marker, len(MAGIC) + 1) != MAGIC:
-            raise ValueError(f"memo {path}: {MARKER} in it is not of this version of rollout: name a new folder")
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        begin = os.pread(marker, len(MAGIC) + 1, 0)
+        if is_alone(os.fstat(marker)) and is_new and not begin.strip(b"\0"):
+            os.pwrite(marker, MAGIC, 0)
+        elif not is_alone(os.fstat(marker)) or begin != MAGIC:
+            raise ValueError(f"memo {path}: {MARKER} in it is not of this version of rollout: name a new folder")
     except BlockingIOError:
         os.close(marker)
         raise ValueError(f"memo {path}: another client uses this folder; give each its own") from None
@@ -234,9 +244,14 @@ def _marked(path: Path, folder: int) -> int:
     return marker
 
 
-def _is_own(about: os.stat_result) -> bool:
-    """Return whether this is a regular file of this user."""
-    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+def _begins_as_ours(file: BinaryIO) -> bool:
+    """Return whether a file begins with MAGIC, or has no content: it is empty, or has nothing but zeros."""
+    begin = file.read(len(MAGIC))
+    if begin == MAGIC:
+        return True
+    while begin and not begin.strip(b"\0"):
+        begin = file.read(1 << 20)
+    return not begin
 
 
 def _head(name: str, data: bytes) -> bytes:

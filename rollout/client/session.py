@@ -101,28 +101,33 @@ class ClientSession:
         if memo is None:
             return self.compute(group, on_change)
         check_configuration(group, info.configuration)
-        name = memo.name(group, info, live) if live.follow(self._required) else None
+        name = memo.name(group, info, live) if (follows := live.follow(self._required)) else None
+        if not follows:
+            memo.passed(group, f"version {live.version} is live, and it requires {self._required.version}")
         if name is not None and (samples := memo.find(name, group, info, live)) is not None:
             return answered(group, samples, on_change)
         if self.offline:
             return refused(group, GroupFailed(f"offline, and not in the memo: {memo.why_missing(name)}", group.id), on_change)
         same = partial(self._computes_as, info, live)
-        return self.compute(group, on_change, lambda handle, new: memo.arrived(name, live, same, handle, new))
+        return self._send(group, on_change, lambda handle, new: memo.arrived(name, live, same, handle, new))
 
     def _computes_as(self, info: m.Welcome, live: Served) -> bool:
         """Return whether the service computes as it did, and a version still has the same weights."""
         same = all(getattr(self.info, name) == getattr(info, name) for name in WORDS)
         return same and self.link.weights.digest(live.version) == live.digest
 
-    def compute(
+    def compute(self, group: Group, on_change: OnChange | None = None) -> Handle:
+        """Send a group; the memo does not answer it. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
+        check_configuration(group, self.info.configuration)
+        return self._send(group, on_change)
+
+    def _send(
         self,
         group: Group,
-        on_change: OnChange | None = None,
+        on_change: OnChange | None,
         on_arrival: Callable[[OpenHandle, list[Sample]], None] | None = None,
     ) -> Handle:
-        """Send a group; the memo does not answer it. Raises InvalidRequest or LimitExceeded if it cannot be sent."""
         serial, info, required = next(self._serials), self.info, self._required
-        check_configuration(group, info.configuration)
         group = seeded(group) if self._resubmit else group
         digest = required.digest if m.DIGESTS in info.capabilities else ""
         handle = sendable(group, serial=serial, require_version=required.version, require_digest=digest, limits=info.limits)

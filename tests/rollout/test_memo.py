@@ -8,7 +8,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 
 from rollout.client import AsyncRolloutClient
+from rollout.client import memo as memo_module
 from rollout.client.api import RolloutClient
 from rollout.client.memo import Memo, NotMemoised, name_of
 from rollout.client.memo_folder import HEAD, MAGIC, MARKER, MemoFolder
@@ -476,6 +479,115 @@ def test_the_folder_is_bounded_and_what_was_used_stays(folder: Path) -> None:
     again = MemoFolder(folder, 2 * size)  # a smaller bound
     assert again.bytes <= 2 * size and again.get(names[0]) == bytes(600)
     again.close()
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 900, MAGIC + b"torn"])
+@pytest.mark.parametrize("ending", [".memo", ".memo.new", ".memo.0123abcd.new"])
+def test_what_a_kill_or_a_crash_leaves_blocks_no_entry(left: bytes, ending: str, folder: Path) -> None:
+    """A file without content is no user's: it is deleted, or written again. Control: any other content stays."""
+    MemoFolder(folder, 1 << 20).close()
+    (folder / f"{NAME}{ending}").write_bytes(left)
+    store = MemoFolder(folder, 1 << 20)
+    assert store.get(NAME) is None and store.put(NAME, b"data") and store.get(NAME) == b"data" and not store.unwritten
+    store.close()
+    assert sorted(path.name for path in folder.iterdir()) == [f"{NAME}.memo", MARKER]
+    other = folder / f"{NAME[:-1]}3{ending}"
+    other.write_bytes(b"\0" * (1 << 20) + b"mine")
+    store = MemoFolder(folder, 4 << 20)
+    store.get(f"{NAME[:-1]}3")
+    store.close()
+    assert other.read_bytes().endswith(b"mine")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * len(MAGIC)])
+def test_a_client_that_was_killed_before_it_marked_the_folder_leaves_it_usable(content: bytes, folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / MARKER).write_bytes(content)
+    first = MemoFolder(folder, 1 << 20)
+    with pytest.raises(ValueError, match="another client uses this folder"):
+        MemoFolder(folder, 1 << 20)
+    first.close()
+    (folder / MARKER).write_bytes(b"")
+    (folder / "app.js").write_bytes(b"mine")  # control: an empty file with this name among others is theirs
+    with pytest.raises(ValueError, match="not of this version"):
+        MemoFolder(folder, 1 << 20)
+    assert not (folder / MARKER).read_bytes()
+
+
+def test_a_folder_that_cannot_be_read_is_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MemoFolder(folder, 1 << 20).close()
+
+    def broken(*args: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "scandir", broken)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output"):
+        MemoFolder(folder, 1 << 20)
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+    MemoFolder(folder, 1 << 20).close()
+
+
+def test_an_entry_that_could_not_be_replaced_is_still_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoFolder(folder, 1 << 20)
+    store.put(NAME, b"old")
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    assert not store.put(NAME, b"newer") and store.unwritten == 1
+    monkeypatch.undo()
+    assert store.get(NAME) == b"old" and store.bytes == HEAD + 3 and [path.name for path in files(folder)] == [f"{NAME}.memo"]
+    assert store.put(NAME, b"newer") and store.bytes == HEAD + 5
+    store.close()
+
+
+def test_a_slow_disk_holds_no_more_than_its_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo_module, "MOST_UNWRITTEN", 1000)
+    memo, slow = Memo(folder), threading.Event()
+    put = memo.folder.put
+    monkeypatch.setattr(memo.folder, "put", lambda *given: slow.wait(WAIT) and put(*given))
+    for i in range(5):
+        memo.keep(f"{NAME[:-1]}{i}", bytes(300))
+    memo.keep(f"{NAME[:-1]}1", bytes(350))  # in place of one that waits
+    assert memo.status()["unwritten"] == 2 and memo._unwritten_bytes == 950
+    assert memo.get(f"{NAME[:-1]}1") == bytes(350) and memo.get(f"{NAME[:-1]}4") is None
+    slow.set()
+    until(lambda: len(memo.folder) == 3 and not memo._unwritten, "all are written", WAIT)
+    assert memo._unwritten_bytes == 0
+    memo.close()
+
+
+def test_each_group_is_counted_once_from_many_threads(service: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And those that require weights that are not live yet."""
+    caplog.set_level("INFO")
+    with RolloutClient(service, memo=folder) as client:
+        client.submit(*asked(0)).result(timeout=WAIT)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda i: client.submit(*asked(0)), range(200)))
+        assert counts(client) == (200, 1, 0)
+        client.require_version = client.info.version + 5
+        client.submit(*asked(1))
+        assert counts(client) == (200, 1, 1)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memo folder=")]
+    for name in ("hits=200", "misses=1", "not_memoised=1", "evicted=0", "damaged=0", "unread=0", "unwritten=0"):
+        assert f" {name}" in line
+
+
+def test_entries_are_read_within_the_limits_of_their_service() -> None:
+    """One whose frames are larger, or smaller, than the default."""
+    ids = np.arange(5, 105, dtype=np.int32)
+    group = Group("g", ids, Sampling(n=1, max_tokens=100, seed=1))
+    sample = Sample(
+        group_id="g", index=0, token_ids=ids, logprobs=-np.ones(100, np.float32), finish_reason="length", seed=1, prompt_tokens=100,
+        weight_versions=[(0, 3)],
+    )  # fmt: skip
+    data = msgspec.msgpack.encode([[bytes(frame) for frame in frames] for frames in memo_module._messages([sample])])
+    for most, found in ((399, False), (400, True)):
+        info = msgspec.structs.replace(INFO, limits=Limits(max_frame_bytes=most))
+        assert (memo_module._samples(data, group, info, LIVE, 0.0) is not None) == found
 
 
 WRITER = """

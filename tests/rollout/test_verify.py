@@ -266,6 +266,16 @@ def test_another_arithmetic_is_no_lie(client: RolloutClient, field: str, value: 
     assert [each.ok for each in verify(client, samples)] == [True] * N
 
 
+def test_a_sample_of_another_configuration_is_no_lie_without_a_receipt(client: RolloutClient) -> None:
+    """Its log-probs would differ; a client that noted no configuration has it compared."""
+    (samples,) = generated(client, PLAIN)
+    changed = [msgspec.structs.replace(each, logprobs=each.logprobs * 2) for each in samples]
+    for configuration, ok in (("00" * 20, None), ("", False), (client.info.configuration, False)):
+        theirs = [msgspec.structs.replace(each, configuration=configuration) for each in changed]
+        for verdict in verify(client, theirs):
+            assert verdict.ok is ok and (ok is False or "configuration of the model 0000" in verdict.why)
+
+
 def test_bits_that_depend_on_the_batch_prove_nothing(client: RolloutClient) -> None:
     (samples,) = generated(client, PLAIN)
     info = msgspec.structs.replace(client.info, arithmetic="torch/2/batch")
