@@ -33,7 +33,8 @@ LOCK = ".lock"
 """file of a folder, held by the processes that need it"""
 LOCK_CONTENT = b"This folder is removed with the processes of rollout that hold this file.\n"
 FOLDER_NAME = re.compile(r"rollout-[a-z]+-[a-z0-9_]{8}")
-READY = re.compile(rb"(?:[a-z]+://[^\n]*(?:\n[^\n]*)?\n?)?")
+ADDRESS = rb"(?:ipc://[^\n]*|(?:tcp|http)://[^\n/@]*/?)"
+READY = re.compile(rb"(?:" + ADDRESS + rb"(?:\n" + ADDRESS + rb"?)?\n?)?")
 """what a service writes to --ready-file: its address, and perhaps another one"""
 
 

@@ -29,7 +29,7 @@ TRAINING = frozenset((
     "initializer_range", "initializer_factor", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop", "resid_dropout",
     "embedding_dropout", "attn_dropout", "attention_dropout_prob", "residual_dropout", "embd_dropout", "ffn_dropout",
-    "classifier_dropout", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "input_jitter_noise",
+    "classifier_dropout", "router_aux_loss_coef", "router_z_loss_coef", "input_jitter_noise",
     "aux_loss_alpha", "seq_aux", "gradient_checkpointing",
 ))  # fmt: skip
 """act in training only"""

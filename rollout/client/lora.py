@@ -112,8 +112,12 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise WeightsRefused(f"{field}={value!r:.100} in the adapter's configuration: must be {wanted}")
     for field in ("alpha_pattern", "rank_pattern"):
         for key, value in (config.get(field) or {}).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or not _is_pattern(key):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
                 raise WeightsRefused(f"{field}={{{key!r}: {value!r:.40}}} in the adapter's configuration: must be numbers")
+            if not _is_pattern(key):
+                raise WeightsRefused(
+                    f"{field} has the key {key!r:.100} in the adapter's configuration: must be a regular expression of names"
+                )
     if config.get("bias", "none") != "none":
         raise WeightsRefused(f"bias={config['bias']!r} trains biases of the base: train with bias='none'{MERGED}")
 

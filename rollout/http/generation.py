@@ -32,6 +32,9 @@ from rollout.transport.errors import InvalidRequest
 MAX_NAME = 256
 """characters of a request id"""
 
+ABORTED = 499
+"""status of a request that was aborted before there was anything to return: clients do not repeat it"""
+
 
 class PromptGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request, and the options of its `sampling.n` samples. Made by `GenerationService.group`, which checks
@@ -240,11 +243,11 @@ class GenerationService:
             return self.upstream.client.submit_score(prompt[:1], [prompt[1:]], sampling)
 
         if arrival.aborted:
-            raise HttpError(503, "the request was aborted before its prompt was scored; try again")
+            raise HttpError(ABORTED, "the request was aborted before its prompt was scored")
         made = [PromptRequest(group.prompt, sampling) for group in groups if len(group.prompt) > 1]
         await unless_disconnected(request, self._finish(made, submit))
         if any(sample.finish_reason != "scored" for each in made for sample in each.samples):
-            raise HttpError(503, "all requests were aborted before this prompt was scored; try again")
+            raise HttpError(ABORTED, "all requests were aborted before this prompt was scored")
         count_tokens(request, sum(len(each.prompt) for each in made), 0)
         finished = iter(made)
         return [next(finished).samples[0] if len(group.prompt) > 1 else None for group in groups]

@@ -190,7 +190,12 @@ def test_a_ready_file_takes_nobody_s_place(kind: str, where: Path) -> None:
     with pytest.raises(InputError, match="no service wrote it"):
         check_ready_file(str(where / "ready"))
     (where / "ready").unlink()
-    for text in ("tcp://127.0.0.1:1", "http://127.0.0.1:1\nhttp://127.0.0.1:2\n", ""):
+    for url in ("postgres://me:secret@db/mine", "https://example.org/", "http://me:secret@proxy:80", "tcp://h:1\nmine", "x://"):
+        (where / "ready").write_text(f"{url}\n")
+        with pytest.raises(InputError, match="no service wrote it"):
+            check_ready_file(str(where / "ready"))
+    (where / "ready").unlink()
+    for text in ("tcp://127.0.0.1:1", "ipc:///tmp/a b@c", "http://[::1]:1\nhttp://127.0.0.1:2\n", "http://127.0.0.1:1\n\n", ""):
         write_atomically(where / "ready", text)
         check_ready_file(str(where / "ready"))  # the control: that of an earlier service is replaced
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import socket
@@ -179,6 +180,7 @@ def repeated(response: httpx.Response) -> bool:
 
 def test_only_what_may_pass_is_repeated() -> None:
     from rollout.http.errors import HttpError, response_of
+    from rollout.http.generation import ABORTED
     from rollout.transport.errors import Busy, GroupFailed, InvalidRequest
 
     errors: dict[Exception, bool] = {
@@ -187,10 +189,25 @@ def test_only_what_may_pass_is_repeated() -> None:
         GroupFailed("the engine failed"): False,
         KeyError("a bug"): False,
         InvalidRequest("n=0"): False,
+        HttpError(ABORTED, "aborted"): False,
     }
     for error, again in errors.items():
         response = response_of(error)
         assert repeated(httpx.Response(response.status_code, headers=dict(response.headers))) == again, error
+
+
+def test_an_aborted_score_is_not_asked_for_again() -> None:
+    from rollout.http.errors import HttpError, response_of
+    from rollout.http.generation import Arrival, GenerationService
+
+    arrival = Arrival({"mine"})
+    arrival.abort(frozenset({"mine"}))
+    group, generation = SimpleNamespace(prompt=[5, 6]), SimpleNamespace(_checked=lambda *given: None)
+    with pytest.raises(HttpError, match="was aborted before its prompt was scored") as raised:
+        asyncio.run(GenerationService.score(generation, None, arrival, [group], 1))  # type: ignore[arg-type, list-item]
+    response = response_of(raised.value)
+    assert response.status_code == 499 and "retry-after" not in response.headers
+    assert not repeated(httpx.Response(response.status_code, headers=dict(response.headers)))
 
 
 # a service that is starting

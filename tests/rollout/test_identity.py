@@ -41,6 +41,7 @@ DECIDES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.3, "hidden_act": "gelu",
     "attention_bias": True, "max_position_embeddings": 4096, "tie_word_embeddings": True, "num_attention_heads": 8,
     "an_option_of_a_later_version": 3,
+    "router_jitter_noise": 0.3,  # phimoe masks the logits of its router with it, in eval too
 }  # fmt: skip
 NOISE: dict[str, Any] = {
     "_name_or_path": "/elsewhere", "transformers_version": "1.0", "architectures": ["Other"], "use_cache": False,

@@ -94,14 +94,15 @@ def key(path: str, rest: str) -> dict[str, torch.Tensor]:
         ({"fan_in_fan_out": 1}, None, "fan_in_fan_out=1"),
         ({"alpha_pattern": ["q_proj"]}, None, "alpha_pattern="),
         ({"alpha_pattern": {"q_proj": "8"}}, None, "alpha_pattern={'q_proj': '8'} in the adapter's configuration"),
-        ({"alpha_pattern": {"(": 8}}, None, "alpha_pattern="),
+        ({"alpha_pattern": {"(": 8}}, None, "alpha_pattern has the key '.' in the adapter's configuration: must be a regular"),
+        ({"rank_pattern": {"[": 8}}, None, "rank_pattern has the key '.' in the adapter's configuration: must be a regular"),
         ({}, key("model.embed_tokens", "lora_embedding_A"), "model.embed_tokens: an adapter of kind embedding_A"),
         ({}, key(Q, "lora_magnitude_vector"), "kind magnitude_vector"),
         ({}, key(Q, "lora_B.bias"), "kind B.bias"),
         ({}, {f"{PREFIX}{Q}.lora_A.weight": torch.ones(4, 64)}, "A or B is missing"),
         ({}, {f"{PREFIX}{Q}.lora_B.weight": torch.ones(64, 4)}, "no targets"),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_what_cannot_be_merged_is_refused(served: Any, tmp_path: Path, config: Any, tensors: Any, reason: str) -> None:
     engine, client = served

@@ -581,8 +581,8 @@ def test_entries_are_read_within_the_limits_of_their_service() -> None:
     ids = np.arange(5, 105, dtype=np.int32)
     group = Group("g", ids, Sampling(n=1, max_tokens=100, seed=1))
     sample = Sample(
-        group_id="g", index=0, token_ids=ids, logprobs=-np.ones(100, np.float32), finish_reason="length", seed=1, prompt_tokens=100,
-        weight_versions=[(0, 3)],
+        group_id="g", index=0, token_ids=ids, logprobs=-np.ones(100, np.float32), finish_reason="length", seed=1,
+        prompt_tokens=100, weight_versions=[(0, 3)],
     )  # fmt: skip
     data = msgspec.msgpack.encode([[bytes(frame) for frame in frames] for frames in memo_module._messages([sample])])
     for most, found in ((399, False), (400, True)):
