@@ -33,8 +33,8 @@ LOOK_S = 0.05
 MAX_FAILING = 3
 """groups in a row that a replica may fail on"""
 MOST_JOINING = 64
-"""replicas to which the router connects at a time: each link has threads and some eleven descriptors, also to an address at
-which nothing listens"""
+"""replicas of others to which the router connects at a time: each link has threads and some eleven descriptors, also to an
+address at which nothing listens. Replicas of trusted owners, and those that the router starts, do not wait for them"""
 MAX_UPDATES = 3
 """times that a replica may fail to apply the live weights"""
 
@@ -160,8 +160,9 @@ class ReplicaSet:
         """Check processes, joins, links and weights, and do what is due."""
         events = [*self._waiting, *self._joins.poll(() if self._launcher is None else self._launcher.poll())]
         self._waiting = []
+        room = MOST_JOINING - sum(one.state is State.JOINING and _is_others(one.owner) for one in self.by_name.values())
         for event in events:
-            self._joined_or_ended(event)
+            room -= self._joined_or_ended(event, room)
         for replica in list(self.by_name.values()):
             self._check_link(replica, now)
             self._check_work(replica, now)
@@ -248,27 +249,30 @@ class ReplicaSet:
 
     # joining
 
-    def _joined_or_ended(self, event: ReplicaEvent) -> None:
+    def _joined_or_ended(self, event: ReplicaEvent, room: int) -> bool:
+        """Connect to a replica that has joined, or lose one that has ended. room: how many of others may be connected. Returns
+        whether this takes the place of one."""
         if event.address is None:
             self._waiting = [one for one in self._waiting if one.name != event.name]
-        elif sum(one.state is State.JOINING for one in self.by_name.values()) >= MOST_JOINING:
+        elif room < 1 and _is_others(event.owner):
             self._waiting.append(event)
-            return
+            return False
         replica = self.by_name.get(event.name)
         if replica is None and event.removed:
-            return
+            return False
         if replica is None:
             replica = self.by_name[event.name] = Replica(event.name, self._inbox, self._timing)
         if event.address is not None:
             replica.owner = event.owner or replica.owner
             replica.set_state(State.JOINING, "the router connects to it")
             replica.connect(event.address, partial(self._welcomed, replica))
-            return
+            return _is_others(replica.owner)
         self.lose(replica, event.why, sick=False)
         if replica.draining:
             self.scaling.remove(event.name)  # it may have ended for another reason
         if replica.draining or event.removed:
             del self.by_name[event.name]
+        return False
 
     def _welcomed(self, replica: Replica, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
@@ -368,6 +372,11 @@ class ReplicaSet:
         elif replica.silent_since is None and replica.state is State.SUSPECT:
             replica.set_state(State.STALE, "its link is back")
             self._admit(replica)
+
+
+def _is_others(owner: Owner | None) -> bool:
+    """Return whether a replica is neither trusted nor started by the router."""
+    return owner is None or not (owner.trusted or owner.own)
 
 
 def differences(one: ReplicaFacts, other: ReplicaFacts) -> str:

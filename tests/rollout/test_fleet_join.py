@@ -23,7 +23,7 @@ from rollout.engine.types import Group, Limits, Sampling
 from rollout.fleet.fleet import FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
 from rollout.fleet.launcher import ProcessExit
-from rollout.fleet.owners import Owners
+from rollout.fleet.owners import Owner, Owners
 from rollout.fleet.replica import State
 from rollout.fleet.replica_set import MOST_JOINING
 from rollout.fleet.timing import Timing
@@ -480,3 +480,15 @@ def test_false_joins_hold_few_links() -> None:
         fleet.replicas.poll(time.monotonic())
         joining = [one for one in fleet.replicas.by_name.values() if one.state is State.JOINING]
         assert len(joining) == MOST_JOINING and len(fleet.replicas._waiting) == 300 - MOST_JOINING
+
+
+@pytest.mark.parametrize("owner", [Owner("k", "key gpu", trusted=True), Owner("n", "replica local-0", own=True)])
+def test_false_joins_do_not_keep_ours_waiting(owner: Owner) -> None:
+    """A replica of a trusted owner, and one that the router has started again, are connected to at once."""
+    with fleet_of(1) as (fleet, _):
+        others = [ReplicaEvent(f"false{i}", "tcp://127.0.0.1:9", "it has joined", owner=None) for i in range(100)]
+        events = [*others, ReplicaEvent("ours", "tcp://127.0.0.1:9", "it has joined", owner=owner)]
+        fleet.replicas._joins.poll = lambda exits=(): [events.pop(0) for _ in range(len(events))]  # type: ignore[method-assign]
+        fleet.replicas.poll(time.monotonic())
+        assert fleet.replicas.by_name["ours"].state is State.JOINING
+        assert [one.name for one in fleet.replicas._waiting] == [f"false{i}" for i in range(MOST_JOINING, 100)]
