@@ -59,7 +59,7 @@ class MemoryRegion(Protocol):
 class Hashes(Protocol):
     """xxh3-128 of several pieces of data, computed on their device, on the current stream: `rollout.engine.cuda.digests`."""
 
-    def cuts(self, size: int) -> list[tuple[int, int]]:
+    def cuts(self, size: int) -> Iterable[tuple[int, int]]:
         """Cut `size` bytes into slices (begin, end) for `update`, in order."""
 
     def update(self, row: int, data: torch.Tensor, last: bool) -> None:

@@ -12,7 +12,7 @@ algorithm; it is copied to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -77,12 +77,13 @@ class DeviceHashes:
         self._taken = 0
         """number of sums in use"""
 
-    def cuts(self, size: int) -> list[tuple[int, int]]:
+    def cuts(self, size: int) -> Iterator[tuple[int, int]]:
         """Cut `size` bytes into (begin, end) slices for `update`, of SLICE_BYTES and at most one block more."""
-        ends = [0]
-        while size - ends[-1] > SLICE_BYTES + BLOCK:
-            ends.append(ends[-1] + SLICE_BYTES)
-        return list(pairwise([*ends, size]))
+        begin = 0
+        while size - begin > SLICE_BYTES + BLOCK:
+            yield begin, begin + SLICE_BYTES
+            begin += SLICE_BYTES
+        yield begin, size
 
     def add(self, row: int, data: torch.Tensor) -> None:
         """Add the whole data of a row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -27,6 +28,8 @@ READ_BYTES = 8 << 20
 """bytes that `Digests.read_live` reads at a time"""
 SKIPPED = ""
 """in place of the name of a tensor: the model's class declares it as not its own"""
+MAX_SKIPPED_BYTES = 4 << 30
+"""of all skipped tensors of a manifest, beyond the bytes of the model"""
 OWN_NAMES = "save_pretrained(…, save_original_format=False) writes a folder with the module's names"
 
 
@@ -103,13 +106,13 @@ class Inventory:
         listed: set[str] = set()
         writes: dict[str, TensorInfo] = {}
         targets: list[str | None] = []
+        room = self.nbytes + MAX_SKIPPED_BYTES
         for info in manifest:
             if info.name in listed:
                 raise InvalidWeights("listed more than once", info.name)
             listed.add(info.name)
             if self.skips(info.name):
-                if not isinstance(getattr(torch, info.dtype, None), torch.dtype):
-                    raise InvalidWeights(f"dtype {info.dtype!r:.40} is none of torch", info.name)
+                room -= _skipped_bytes(info, room)
                 targets.append(SKIPPED)
                 continue
             name = self.check(info)
@@ -168,6 +171,21 @@ class Inventory:
         some = ", ".join(buffers[:4]) + ", …" * (len(buffers) > 4)
         fix = "named_parameters() does not list buffers: give the model itself, or its state_dict()"
         return InvalidWeights(f"{reason}. The missing tensors include the buffers {some}; {fix}", names[0])
+
+
+def _skipped_bytes(info: TensorInfo, most: int) -> int:
+    """Return the bytes of a tensor of which the model knows neither shape nor dtype. Raises InvalidWeights."""
+    dtype = getattr(torch, info.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidWeights(f"dtype {info.dtype!r:.40} is none of torch", info.name)
+    size = math.prod(info.shape) * dtype.itemsize
+    if size > most:
+        raise InvalidWeights(
+            f"shape {info.shape} makes the tensors that the model's class declares as not its own too large: at most "
+            "the model's bytes and 4 GiB in all; leave them out",
+            info.name,
+        )
+    return size
 
 
 class Digests:

@@ -57,6 +57,11 @@ def test_slices_batches_and_rows_in_turn(seed: int, monkeypatch: pytest.MonkeyPa
     assert hashes.read()() == [wanted(each) for each in rows]
 
 
+def test_cuts_are_made_one_by_one() -> None:
+    """Of data of any size, the first costs no more than that."""
+    assert next(iter(DeviceHashes(1, DEVICE).cuts(2**60))) == (0, digests.SLICE_BYTES)
+
+
 def test_an_engine_makes_them_by_their_number() -> None:
     """As `CudaMemory.hashes` is called by staging, sleep and refreshes within a process."""
     make = device_hashes(DEVICE)

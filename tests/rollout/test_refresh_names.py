@@ -21,7 +21,7 @@ from rollout.client.api import RolloutClient
 from rollout.engine.engine import Engine
 from rollout.engine.forward.load import load_model
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Sampling
+from rollout.engine.types import Sampling, TensorInfo
 from rollout.engine.weights.inventory import Inventory
 from rollout.engine.weights.tensors import InvalidWeights, info_of, named_pairs
 from rollout.transport.errors import WeightsRefused
@@ -133,6 +133,18 @@ def test_what_lies_in_the_folder_beside_the_model(tmp_path: Path) -> None:
         save_file({**load_file(file), "model.extra": torch.ones(3)}, file, {"format": "pt"})
         with pytest.raises(WeightsRefused, match="'model.extra'.*save_original_format=False"):
             client.refresh(tmp_path, timeout=WAIT)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "named"), [([(2**60, 2**60)], 0), ([(2**30,), (2**30,)], 1), ([(2**62,) * 8, (1,)], 0)], ids=str
+)
+def test_skipped_tensors_have_a_bound(shapes: list[tuple[int, ...]], named: int) -> None:
+    """Their sizes are in no relation to the model's; without the bound, each of them is work for the service."""
+    inventory = Inventory(build("qwen3_5_text"), {})
+    more = [TensorInfo(f"mtp.{i}.weight", "float32", shape, "") for i, shape in enumerate(shapes)]
+    with pytest.raises(InvalidWeights, match=rf"'mtp\.{named}\.weight'.*at most the model's bytes and 4 GiB"):
+        inventory.targets([*inventory.manifest(), *more], partial=False)
+    inventory.targets([*inventory.manifest(), TensorInfo("mtp.0.weight", "float32", (2**30,), "")], partial=False)
 
 
 def test_old_frequencies_are_ignored(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rollout.service import refresh as pushes
 from rollout.transport.errors import InvalidRequest, WrongBase
 from rollout.transport.loopback import LoopbackService
 from rollout.transport.weights import delta, open_payload
-from rollout.transport.weights.delta import HEAD_BYTES, DeltaOffer, decode, encode, rest_bytes
+from rollout.transport.weights.delta import HEAD_BYTES, DeltaOffer, DeltaPayload, decode, encode, rest_bytes
 from rollout.transport.weights.shm import SegmentView
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
@@ -201,6 +201,21 @@ def test_a_wrong_base_is_refused_with_its_type(served: Any) -> None:
     engine.sleep(2)
     with pytest.raises(WrongBase):
         opened(live)
+
+
+class Endless:
+    """Live tensors of which one has 2**50 bytes."""
+
+    def size(self, name: str) -> tuple[int, int]:
+        return 2**50, 2
+
+
+def test_slices_are_made_one_by_one() -> None:
+    """Of a tensor of any size, the first costs no more than that."""
+    info = TensorInfo("mtp.weight", "bfloat16", (2**49,), "")
+    first = next(delta.slices(info, Endless()))  # type: ignore[arg-type]
+    assert first == (info, 0, delta.SLICE_BYTES, 2)
+    assert DeltaPayload(12, [info], Endless()).read_bytes == 0  # type: ignore[arg-type]
 
 
 def test_tensors_in_another_dtype_go_whole(served: Any) -> None:

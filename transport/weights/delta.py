@@ -18,7 +18,7 @@ Sparse deltas against a version: slime, vLLM and verl send such; this coding is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,9 @@ class WithZeros:
     def __init__(self, live: LiveTensors, manifest: Sequence[TensorInfo]) -> None:
         self._live = live
         self._skipped = {info.name: info for info in manifest if live.skips(info.name)}
+        for info in self._skipped.values():
+            if info.dtype not in WIDTHS:
+                raise InvalidRequest(f"tensor {info.name!r:.200}: dtype {info.dtype!r:.40} must be one of {', '.join(WIDTHS)}")
 
     def dtype(self, name: str) -> str:
         return self._skipped[name].dtype if name in self._skipped else self._live.dtype(name)
@@ -89,8 +92,6 @@ class WithZeros:
         if name not in self._skipped:
             return self._live.size(name)
         info = self._skipped[name]
-        if info.dtype not in WIDTHS:
-            raise InvalidRequest(f"tensor {name!r:.200}: dtype {info.dtype!r:.40} must be one of {', '.join(WIDTHS)}")
         return math.prod(info.shape) * WIDTHS[info.dtype], WIDTHS[info.dtype]
 
     def read_slice(self, name: str, start: int, size: int) -> np.ndarray:
@@ -281,7 +282,7 @@ class DeltaPayload(Payload):
         self.sent_bytes = size
         self._inner = InlinePayload(size)
         self._live = live
-        self._slices = iter([part for info in manifest for part in slices(info, live)])
+        self._slices = (part for info in manifest for part in slices(info, live))
         self._slice: tuple[TensorInfo, int, int, int] | None = next(self._slices, None)
         """tensor, first byte, bytes, bytes of an element"""
         self._coded = np.empty(MOST_BYTES, np.uint8)
@@ -344,7 +345,7 @@ class DeltaPayload(Payload):
         return True
 
 
-def slices(info: TensorInfo, live: LiveTensors) -> list[tuple[TensorInfo, int, int, int]]:
+def slices(info: TensorInfo, live: LiveTensors) -> Iterator[tuple[TensorInfo, int, int, int]]:
     """Split a tensor as the trainer's end does: (tensor, first byte, bytes, bytes of an element) of each slice."""
     total, itemsize = live.size(info.name)
-    return [(info, start, min(SLICE_BYTES, total - start), itemsize) for start in range(0, total, SLICE_BYTES)]
+    return ((info, start, min(SLICE_BYTES, total - start), itemsize) for start in range(0, total, SLICE_BYTES))
