@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 1 << 25
 """of an index: two hundred thousand tensors with long names"""
+MAX_FILES = 4096
+"""of a model"""
+
+
+class Index(msgspec.Struct):
+    """What is read of an index."""
+
+    weight_map: dict[str, str]
+    """name of the file of each tensor"""
+
+
+_index = msgspec.json.Decoder(Index)
 
 
 class AmbiguousFolder(ValueError):
@@ -42,12 +55,13 @@ class Checkpoint(NamedTuple):
                 )
 
 
-def checkpoint_of(folder: Path) -> Checkpoint | None:
+def checkpoint_of(folder: Path, index_bytes: int = MAX_INDEX_BYTES) -> Checkpoint | None:
     """Return the files that hold the model of a folder: those that its index names, or the single one; None: it has neither.
-    Other safetensors of the folder are not the model's. Raises AmbiguousFolder; OSError and ValueError for an invalid index."""
+    Other safetensors of the folder are not the model's. index_bytes: most that the index may have, if that is less than
+    MAX_INDEX_BYTES. Raises AmbiguousFolder; OSError and ValueError for an invalid index."""
     single = folder / SINGLE
     if (index := folder / INDEX).is_file():
-        listed = _listed(index)
+        listed = _listed(index, min(index_bytes, MAX_INDEX_BYTES))
         named = sorted(set(listed.values()))
         if single.is_file() and SINGLE not in named:
             raise AmbiguousFolder(
@@ -66,18 +80,27 @@ def checkpoint_of(folder: Path) -> Checkpoint | None:
     return Checkpoint([single], {})
 
 
-def _listed(index: Path) -> dict[str, str]:
-    """Read the file of each tensor from an index. Raises ValueError."""
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise ValueError(f"{index} has {index.stat().st_size} bytes: at most {MAX_INDEX_BYTES}")
+def _listed(index: Path, most: int) -> dict[str, str]:
+    """Read the file of each tensor from an index of at most `most` bytes. Raises ValueError."""
+    with index.open("rb") as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{index} has more than {most} bytes, which its tensors cannot need: save the model again")
     try:
-        listed = json.loads(index.read_bytes())["weight_map"]
-        valid = bool(listed) and all(isinstance(file, str) and Path(file).name == file for file in listed.values())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        listed = _index.decode(data).weight_map
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors: {type(error).__name__}: {str(error)[:200]}") from None
-    if not valid:
+    named = set(listed.values())
+    if not named or not all(map(_is_name, named)):
         raise ValueError(f"{index} is not an index of safetensors: its weight_map must name files of this folder")
-    return dict(listed)
+    if len(named) > MAX_FILES:
+        raise ValueError(f"{index} names {len(named)} files: at most {MAX_FILES}; save the model in larger ones")
+    return listed
+
+
+def _is_name(file: str) -> bool:
+    """Return whether a path is the name of a file in a folder."""
+    return file not in ("", ".", "..") and "/" not in file and "\0" not in file
 
 
 def cache_dir() -> Path:

@@ -21,11 +21,12 @@ from rollout.engine.forward.load import BrokenModel, end_tokens, load_model
 from rollout.engine.forward.saved_parts import SavedTensors
 from rollout.engine.forward.shards import RankPlace, load_part
 from rollout.engine.memory import HostMemory
-from rollout.engine.paths import INDEX, SINGLE, AmbiguousFolder, checkpoint_of
+from rollout.engine.paths import INDEX, MAX_FILES, MAX_INDEX_BYTES, SINGLE, AmbiguousFolder, checkpoint_of
 from rollout.engine.weights.rounding import RoundingLog, Roundings
 from rollout.engine.weights.tensors import checkpoint_tensors
 from tests.support.ranks import tiny_shared
 from tests.support.tiny import tiny, tiny_engine
+from tests.transport.test_parser_limits import lines_of
 
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
           "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16}  # fmt: skip
@@ -149,6 +150,37 @@ def test_the_single_file_may_be_in_the_index(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map": [')
     with pytest.raises(ValueError, match="is not an index of safetensors"):
         checkpoint_of(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["", ".", "..", "a/b", "/a", "a/", "../other.safetensors", "a\0b", 1, None, ["a"]], ids=repr)
+def test_an_index_names_files_of_its_folder(tmp_path: Path, file: Any) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": file, "b": SINGLE}}))
+    with pytest.raises(ValueError, match="is not an index of safetensors"):
+        checkpoint_of(tmp_path)
+
+
+def test_an_index_has_bounds(tmp_path: Path) -> None:
+    """Of its bytes, before any of it is parsed, and of its files, before any of them is looked for."""
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(MAX_FILES + 1)}}))
+    with pytest.raises(ValueError, match="names 4097 files: at most 4096"):
+        checkpoint_of(tmp_path)
+    size = (tmp_path / INDEX).stat().st_size
+    with pytest.raises(ValueError, match=f"has more than {size - 1} bytes"):
+        checkpoint_of(tmp_path, size - 1)
+    with (tmp_path / INDEX).open("wb") as opened:
+        opened.truncate(MAX_INDEX_BYTES + 1)
+    with pytest.raises(ValueError, match=f"has more than {MAX_INDEX_BYTES} bytes"):
+        checkpoint_of(tmp_path, 2 * MAX_INDEX_BYTES)
+
+
+def test_an_index_is_read_without_a_line_of_python_for_each_tensor(tmp_path: Path) -> None:
+    """A service reads it in its loop, whoever offers the folder."""
+    lines: dict[int, int] = {}
+    for count in (1000, 2000):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {f"model.{i}": SINGLE for i in range(count)}}))
+        (tmp_path / SINGLE).touch()
+        lines[count] = lines_of(lambda: checkpoint_of(tmp_path))
+    assert lines[2000] <= lines[1000] + 10
 
 
 def test_tied_tensors_that_differ_are_refused_by_ranks(tmp_path: Path) -> None:

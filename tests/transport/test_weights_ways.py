@@ -14,6 +14,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 import pytest
+import torch
 import xxhash
 from safetensors.torch import save_file
 
@@ -22,7 +23,7 @@ from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
 from rollout.transport.weights.automatic import choose
 from rollout.transport.weights.ends import Sender
-from rollout.transport.weights.files import FilesOffer, describe_folder
+from rollout.transport.weights.files import MAX_HEADER_BYTES, FilesOffer, describe_folder, read_folder
 from rollout.transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
 from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
 from rollout.transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
@@ -368,6 +369,26 @@ def test_a_service_reads_no_more_of_headers_than_the_manifest_needs(tmp_path: Pa
     save_file(TENSORS, tmp_path / "a.safetensors", {"format": "x" * 100_000})
     manifest = describe_folder(tmp_path)
     with pytest.raises(InvalidRequest, match=r"a header of 10\d+ bytes: at most 70656 for these tensors"):
+        open_payload(FilesOffer(str(tmp_path)), manifest, 0, SegmentView())
+
+
+def test_the_bound_on_headers_is_for_all_files(tmp_path: Path) -> None:
+    """However large it is; the trainer's end has one for each file."""
+    for i in range(2):
+        save_file({f"a{i}": torch.zeros(1)}, tmp_path / f"{i}.safetensors", {"format": "x" * (MAX_HEADER_BYTES // 8 * 5)})
+    assert len(read_folder(tmp_path)) == 2
+    with pytest.raises(InvalidRequest, match=r"1.safetensors has a header of \d+ bytes: at most \d+ for these tensors"):
+        read_folder(tmp_path, MAX_HEADER_BYTES)
+    assert len(read_folder(tmp_path, 2 * MAX_HEADER_BYTES)) == 2
+
+
+def test_the_index_has_the_bound_of_the_headers(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": "x" * 100_000, "weight_map": dict.fromkeys(TENSORS, "model.safetensors")})
+    )
+    manifest = describe_folder(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"index.json has more than 7\d+ bytes"):
         open_payload(FilesOffer(str(tmp_path)), manifest, 0, SegmentView())
 
 

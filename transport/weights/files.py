@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rollout.engine.paths import Checkpoint, checkpoint_of
+from rollout.engine.paths import MAX_INDEX_BYTES, Checkpoint, checkpoint_of
 from rollout.engine.types import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
@@ -80,14 +80,15 @@ class Span(NamedTuple):
     size: int
 
 
-def read_folder(folder: Path, header_bytes: int = MAX_HEADER_BYTES) -> dict[str, Span]:
+def read_folder(folder: Path, header_bytes: int | None = None) -> dict[str, Span]:
     """Find every tensor of the model in a folder: in the files of its index, in model.safetensors, or else in all
-    *.safetensors. header_bytes: most that the headers of all files may have, if it is less than MAX_HEADER_BYTES for each.
-    Raises SourceUnreachable, InvalidRequest naming file and tensor."""
+    *.safetensors. header_bytes: most that the headers of all files, and the index, may have; None: MAX_HEADER_BYTES each, and
+    MAX_INDEX_BYTES. Raises SourceUnreachable, InvalidRequest naming file and tensor."""
     if not folder.is_absolute():
         raise InvalidRequest(f"folder {str(folder)!r}: give an absolute path")
     try:
-        checkpoint = checkpoint_of(folder) or Checkpoint(sorted(folder.glob("*.safetensors")), {})
+        index_bytes = MAX_INDEX_BYTES if header_bytes is None else header_bytes
+        checkpoint = checkpoint_of(folder, index_bytes) or Checkpoint(sorted(folder.glob("*.safetensors")), {})
     except OSError as error:
         raise SourceUnreachable(str(error)) from None
     except ValueError as error:
@@ -95,7 +96,7 @@ def read_folder(folder: Path, header_bytes: int = MAX_HEADER_BYTES) -> dict[str,
     if not checkpoint.files:
         raise SourceUnreachable(f"{folder} has no *.safetensors file that can be seen from here")
     found: list[tuple[str, Span]] = []
-    left = header_bytes if header_bytes < MAX_HEADER_BYTES else len(checkpoint.files) * MAX_HEADER_BYTES
+    left = len(checkpoint.files) * MAX_HEADER_BYTES if header_bytes is None else header_bytes
     for path in checkpoint.files:
         length, spans = _read_header(path, left)
         left -= length
