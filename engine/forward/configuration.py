@@ -11,7 +11,10 @@ import hashlib
 import json
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
+
+from rollout.engine.forward.load import BrokenModel
 
 NAMES = frozenset((
     "_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map", "id2label", "label2id",
@@ -38,19 +41,29 @@ NEUTRAL = NAMES | ELSEWHERE | TRAINING
 
 def configuration_digest(config: PreTrainedConfig) -> str:
     """Return the first 20 bytes, in hex, of the SHA-256 of the fields of a configuration that may decide a forward: all but
-    NEUTRAL, in nested configurations too. Neither the order of fields, nor 1 or 1.0, nor fields that are null change it."""
-    text = json.dumps(_plain(config.to_dict()), sort_keys=True, separators=(",", ":"), default=str)
+    NEUTRAL, in nested configurations too. Neither the order of fields, nor 1 or 1.0, nor fields that are null change it. Raises
+    UnsupportedModel for a field of a type that has no spelling of its own."""
+    text = json.dumps(_plain(config.to_dict(), "config.json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()[:20].hex()
 
 
-def _plain(value: Any) -> Any:
-    """Return a value with one spelling: numbers as floats, containers without what is neutral or null."""
-    if isinstance(value, dict):
-        kept = {str(name): each for name, each in value.items() if str(name) not in NEUTRAL and each is not None}
-        return {name: _plain(each) for name, each in kept.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else value
+def _plain(value: Any, field: str) -> Any:
+    """Return a value with one spelling: numbers as floats, containers without what is neutral or null. field: its name."""
+    match value:
+        case None | str() | bool():
+            return value
+        case int() | float():
+            return float(value)
+        case dict():
+            kept = {str(name): each for name, each in value.items() if str(name) not in NEUTRAL and each is not None}
+            return {name: _plain(each, f"{field}, {name}") for name, each in kept.items()}
+        case list() | tuple():
+            return [_plain(each, field) for each in value]
+        case set() | frozenset():
+            return sorted((_plain(each, field) for each in value), key=json.dumps)
+        case torch.dtype():
+            return str(value)
+    raise UnsupportedModel(
+        f"{field} is a {type(value).__name__}, of which no digest can be taken that is the same in the next process: "
+        "its to_dict() must return numbers, strings, lists and objects"
+    )

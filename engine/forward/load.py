@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engine.forward.random_weights import load_module
-from rollout.engine.forward.saved_parts import SavedTensors, check_codes
+from rollout.engine.forward.saved_parts import TIED_DIFFER, SavedTensors, check_codes
 from rollout.engine.forward.shapes import is_random
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.paths import INDEX, SINGLE
@@ -118,20 +118,26 @@ def _widen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _look_at_saved(folder: str, model: PreTrainedModel, saved: SavedTensors, quantised: bool) -> None:
-    """Raise BrokenModel for codes in place of numbers, and log what was rounded. A tensor that is dequantised is not looked
-    at."""
-    tensors, rounded = checkpoint_tensors(model)[0], Roundings()
+    """Raise BrokenModel for codes in place of numbers, and for tied tensors that differ. Log what was rounded. A tensor that
+    is dequantised, or not of floats, is not looked at."""
+    for other, name in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(other) is not model.get_parameter_or_buffer(name):
+            raise BrokenModel(f"model folder {folder!r}: {TIED_DIFFER.format(other, name)}")
+    (tensors, first_name), rounded = checkpoint_tensors(model), Roundings()
     for name, source in saved.sources(model).items():
-        live, parts = tensors.get(name), [saved.by_name[each] for block in source.names for each in block]
-        if live is None or not parts or (quantised and any(each.is_codes for each in parts)):
+        first = first_name.get(name, name)
+        live, parts = tensors.get(first), [saved.by_name[each] for block in source.names for each in block]
+        if live is None or not live.is_floating_point() or (quantised and any(each.is_codes for each in parts)):
             continue
         try:
             check_codes(name, live, parts)
         except ValueError as error:
             raise BrokenModel(f"model folder {folder!r} cannot be loaded: {error}") from None
-        small = not source.stacked and live.numel() <= MEASURED
-        sent = parts[0].read() if small else torch.empty(0, dtype=parts[0].torch_dtype)
-        rounded.add(name, live.numel(), sent, live if small else live.new_empty(0))
+        if not source.stacked and live.numel() <= MEASURED:
+            rounded.add(first, live.numel(), parts[0].read(), live)
+        else:
+            for each in parts:
+                rounded.note(first, each.torch_dtype, live.dtype)
     RoundingLog().say("load", rounded.found, frozenset(persistent_buffers(model)))
 
 

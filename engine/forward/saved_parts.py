@@ -7,7 +7,7 @@ reads a part of what they make."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,9 @@ from rollout.engine.weights.tensors import persistent_buffers
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """dtypes from which a float tensor is read as it is: others are codes, without the scales that belong to them"""
+TIED_DIFFER = (
+    "config.json ties {} to {}, and they differ in its files: set tie_word_embeddings to false there, or save the model again"
+)
 
 
 class Stacked:
@@ -113,6 +116,11 @@ class SavedTensors:
         """Return where the tensors of a module are, by the rules of `from_pretrained`."""
         return sources_of(module, self.by_name)
 
+    def whole(self, source: Source) -> Any:
+        """Return what reads a part of a tensor, as slices of safetensors do."""
+        blocks = [[self.by_name[name].slice for name in block] for block in source.names]
+        return Stacked(blocks) if source.stacked else blocks[0][0]
+
 
 def read_parts(folder: Path, module: PreTrainedModel, parts: Mapping[str, Part]) -> None:
     """Read the parts of all tensors of a module, whose parameters have their shapes. Raises ValueError naming the tensor that
@@ -131,27 +139,24 @@ def read_parts(folder: Path, module: PreTrainedModel, parts: Mapping[str, Part])
             source, part = sources[found], parts[found]
             check_source(found, source)
             check_codes(found, tensor, [saved.by_name[name] for block in source.names for name in block])
-            blocks = [[saved.by_name[name].slice for name in block] for block in source.names]
-            whole = Stacked(blocks) if source.stacked else blocks[0][0]
+            whole = saved.whole(source)
             if tuple(whole.get_shape()) != part.shape:
                 file = saved.by_name[source.names[0][0]].file
                 raise ValueError(f"{file}: {found} has shape {tuple(whole.get_shape())}, and {part.shape} in config.json")
             sent = part.of(whole)
             rounded.add(found, sent.numel(), sent, tensor.data.copy_(sent))
             for other in names:
-                if other != found and other in sources and not same_part(saved, sources[other], part, tensor):
-                    raise ValueError(
-                        f"model folder {str(folder)!r}: config.json ties {other} to {found}, and they differ in its files: set "
-                        "tie_word_embeddings to false there, or save the model again"
-                    )
+                if other == found or other not in sources:
+                    continue
+                check_source(other, sources[other])
+                if not same_part(saved, sources[other], part, tensor):
+                    raise ValueError(f"model folder {str(folder)!r}: {TIED_DIFFER.format(other, found)}")
     RoundingLog().say("load", rounded.found, frozenset(persistent_buffers(module)))
 
 
 def same_part(saved: SavedTensors, source: Source, part: Part, tensor: torch.Tensor) -> bool:
     """Return whether a tensor that was read has the numbers of another source."""
-    if source.stacked:
-        return False
-    whole = saved.by_name[source.names[0][0]].slice
+    whole = saved.whole(source)
     return tuple(whole.get_shape()) == part.shape and torch.equal(part.of(whole).to(tensor.dtype), tensor.data)
 
 
@@ -186,10 +191,11 @@ def sources_of(module: PreTrainedModel, names: Iterable[str]) -> dict[str, Sourc
         target, converter, pattern = rules.find(name)
         if converter is None:
             found[target] = Source([[name]], stacked=False)
-        elif target in known:
-            assert pattern is not None
-            stacked[target][pattern].append(name)
-            converters[target] = converter
+            continue
+        assert pattern is not None
+        for each in targets_of(target, converter, known):
+            stacked[each][pattern].append(name)
+            converters[each] = converter
     for target, of in stacked.items():
         rule = converters[target]
         kinds = [(type(each), each.dim) for each in rule.operations if isinstance(each, MergeModulelist | Concatenate)]
@@ -199,3 +205,10 @@ def sources_of(module: PreTrainedModel, names: Iterable[str]) -> dict[str, Sourc
         )
         found[target] = Source([of.get(pattern, []) for pattern in rule.source_patterns], stacked=True, readable=readable)
     return found
+
+
+def targets_of(first: str, converter: WeightConverter, known: Collection[str]) -> list[str]:
+    """Return the tensors of a module that a rule makes together with the first one."""
+    pattern, *others = converter.target_patterns
+    before, found, after = first.partition(pattern)
+    return [name for name in [first, *(before + each + after for each in others if found)] if name in known]

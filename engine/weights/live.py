@@ -230,12 +230,12 @@ class Weights:
             self._write(staging)
         else:
             self._land(staging.names)
-        self._roundings.say(f"refresh version={staging.version}", staging.rounded.found, self._buffer_names)
         self.base.commit(staging.digests, staging.bases)
         self._digests.commit(staging.digests)
         self.dropped = False
         self.version = staging.version
         staging.close()
+        self._roundings.say(f"refresh version={staging.version}", staging.rounded.found, self._buffer_names)
 
     def _land(self, names: Sequence[str]) -> None:
         """Make staged tensors live, all or none."""

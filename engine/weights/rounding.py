@@ -48,13 +48,16 @@ class Roundings:
 
     def launch(self, name: str, size: int, sent: torch.Tensor, kept: torch.Tensor) -> None:
         """Do the same on a device, which the host does not wait for before `read`."""
-        if not loses(sent.dtype, kept.dtype):
-            return
-        kind = Rounded(sent.dtype, kept.dtype, None)
         if size > MEASURED:
-            self.found[name] = kind
-        elif sent.numel():
+            self.note(name, sent.dtype, kept.dtype)
+        elif sent.numel() and loses(sent.dtype, kept.dtype):
+            kind = Rounded(sent.dtype, kept.dtype, None)
             self._launched.append((name, kind, (sent.detach().double() - kept.detach().double()).abs().max()))
+
+    def note(self, name: str, sent: torch.dtype, kept: torch.dtype) -> None:
+        """Note a tensor whose change is not measured."""
+        if loses(sent, kept):
+            self.found[name] = Rounded(sent, kept, None)
 
     def read(self) -> None:
         """Wait for what was launched."""

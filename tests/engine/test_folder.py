@@ -6,8 +6,11 @@ import copy
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,17 +19,17 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.core_model_loading import Chunk, WeightConverter
 
-from rollout.engine.forward.load import BrokenModel, end_tokens, load_model
+from rollout.engine.forward.load import BrokenModel, _look_at_saved, end_tokens, load_model
 from rollout.engine.forward.saved_parts import SavedTensors
 from rollout.engine.forward.shards import RankPlace, load_part
 from rollout.engine.memory import HostMemory
 from rollout.engine.paths import INDEX, MAX_FILES, MAX_INDEX_BYTES, SINGLE, AmbiguousFolder, checkpoint_of
-from rollout.engine.weights.rounding import RoundingLog, Roundings
+from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings
 from rollout.engine.weights.tensors import checkpoint_tensors
 from tests.support.ranks import tiny_shared
 from tests.support.tiny import tiny, tiny_engine
-from tests.transport.test_parser_limits import lines_of
 
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
           "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16}  # fmt: skip
@@ -173,6 +176,24 @@ def test_an_index_has_bounds(tmp_path: Path) -> None:
         checkpoint_of(tmp_path, 2 * MAX_INDEX_BYTES)
 
 
+def lines_of(work: Callable[[], Any]) -> int:
+    """Counts the lines of Python that are run."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
 def test_an_index_is_read_without_a_line_of_python_for_each_tensor(tmp_path: Path) -> None:
     """A service reads it in its loop, whoever offers the folder."""
     lines: dict[int, int] = {}
@@ -183,15 +204,19 @@ def test_an_index_is_read_without_a_line_of_python_for_each_tensor(tmp_path: Pat
     assert lines[2000] <= lines[1000] + 10
 
 
-def test_tied_tensors_that_differ_are_refused_by_ranks(tmp_path: Path) -> None:
-    """transformers unties them then; a rank cannot."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_tensors_that_differ_are_refused(tmp_path: Path, ranks: int) -> None:
+    """transformers unties them then; a rank cannot, and a service must not depend on their number."""
     tiny("llama-mha").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / SINGLE, {"format": "pt"})
-    load(tmp_path, 2)
+    load(tmp_path, ranks)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tmp_path / SINGLE, {"format": "pt"})
     with pytest.raises(ValueError, match="config.json ties lm_head.weight to model.embed_tokens.weight, and they differ"):
-        load(tmp_path, 2)
+        load(tmp_path, ranks)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert load(tmp_path, ranks).lm_head.weight is not load(tmp_path, ranks).model.embed_tokens.weight
 
 
 def mapped(module: torch.nn.Module) -> list[str]:
@@ -328,6 +353,38 @@ def test_what_a_cast_rounds_is_said_with_its_size(tmp_path: Path, caplog: pytest
         assert not warned(caplog)
 
 
+def test_large_integers_are_not_rounded(tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.register_buffer("ids", torch.arange(MEASURED + 1))
+    model.register_buffer("mask", torch.ones(MEASURED + 1, dtype=torch.bool))
+    model.save_pretrained(tmp_path)
+    with ExitStack() as opened:
+        _look_at_saved(str(tmp_path), model, SavedTensors(tmp_path, opened), quantised=False)
+
+
+def test_what_a_rule_makes_is_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All tensors that a rule makes of one have their source, and small ones are said to be rounded."""
+    model = tiny("llama")
+    rule = WeightConverter("mlp.both_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(0)])
+    names = [f"model.layers.0.mlp.{each}_proj.weight" for each in ("gate", "up")]
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    both = torch.cat([tensors.pop(name) for name in names])
+    save_file({**tensors, "model.layers.0.mlp.both_proj.weight": both}, tmp_path / SINGLE, {"format": "pt"})
+    with (
+        ExitStack() as opened,
+        pytest.MonkeyPatch.context() as patch,
+        caplog.at_level(logging.WARNING),
+    ):
+        patch.setattr("rollout.engine.weights.published.get_model_conversion_mapping", lambda module: [rule])
+        saved = SavedTensors(tmp_path, opened)
+        sources = saved.sources(model)
+        assert all(sources[name].names == [["model.layers.0.mlp.both_proj.weight"]] for name in names)
+        _look_at_saved(str(tmp_path), model.bfloat16(), saved, quantised=False)
+    (said,) = warned(caplog)
+    assert "2 matrices (float32 to bfloat16" in said
+
+
 def test_ranks_say_what_they_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = tiny_shared("lfm2_moe")
     name, bias = next(pair for pair in whole.named_buffers() if len(pair[1]) == 4 and pair[1].ndim == 1)
@@ -352,7 +409,6 @@ def test_matrices_are_counted() -> None:
 
 
 def test_saved_tensors_name_the_folder(tmp_path: Path) -> None:
-    from contextlib import ExitStack
 
     with ExitStack() as opened, pytest.raises(ValueError, match="has neither model.safetensors.index.json nor"):
         SavedTensors(tmp_path, opened)

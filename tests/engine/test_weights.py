@@ -17,6 +17,7 @@ from rollout.engine.types import Group, Sample, Sampling, WeightUpdate
 from rollout.engine.weights import staging
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.live import Weights, WeightsTorn
+from rollout.engine.weights.rounding import RoundingLog
 from rollout.engine.weights.staging import Staging, source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, persistent_buffers, with_digest
 from tests.support.broken_commit import PLACES, Failing, fail_commit
@@ -390,6 +391,17 @@ def test_a_failure_at_tensor_k_is_undone(k: int, where: str, monkeypatch: pytest
     engine.refresh(pushed(2))
     assert all(torch.equal(tensor, state(engine)[name]) for name, tensor in pushed(2).items())
     assert engine.weights.live_digest() == engine.weights.digest
+
+
+def test_a_log_that_fails_leaves_the_weights_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of a refresh is said when all of it has happened."""
+    engine = tiny_engine(dtype="bfloat16")
+    monkeypatch.setattr(RoundingLog, "say", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.refresh(pushed())
+    assert engine.weights.version == 1 and engine.weights.live_digest() == engine.weights.digest
+    monkeypatch.undo()
+    assert engine.refresh(pushed(2)).version == 2
 
 
 def test_without_undo_the_failure_shows(monkeypatch: pytest.MonkeyPatch) -> None:
