@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from enum import Enum
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-
-from rollout.engine.forward.load import BrokenModel
 
 NAMES = frozenset((
     "_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map", "id2label", "label2id",
@@ -42,7 +41,7 @@ NEUTRAL = NAMES | ELSEWHERE | TRAINING
 def configuration_digest(config: PreTrainedConfig) -> str:
     """Return the first 20 bytes, in hex, of the SHA-256 of the fields of a configuration that may decide a forward: all but
     NEUTRAL, in nested configurations too. Neither the order of fields, nor 1 or 1.0, nor fields that are null change it. Raises
-    UnsupportedModel for a field of a type that has no spelling of its own."""
+    ValueError for a field of a type that has no spelling of its own."""
     text = json.dumps(_plain(config.to_dict(), "config.json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()[:20].hex()
 
@@ -63,7 +62,9 @@ def _plain(value: Any, field: str) -> Any:
             return sorted((_plain(each, field) for each in value), key=json.dumps)
         case torch.dtype():
             return str(value)
-    raise UnsupportedModel(
-        f"{field} is a {type(value).__name__}, of which no digest can be taken that is the same in the next process: "
-        "its to_dict() must return numbers, strings, lists and objects"
+        case Enum():
+            return _plain(value.value, field)
+    raise ValueError(
+        f"{field} is a {type(value).__name__}, which may have another text in the next process, so no digest names it: "
+        "to_dict() of a configuration must return numbers, strings, lists and dicts"
     )

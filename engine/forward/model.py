@@ -127,7 +127,7 @@ class Model:
         _refuse_config(config, name)
         self.module = module.eval().requires_grad_(False)
         self.name = name
-        self.configuration = configuration_digest(module.config)
+        self.configuration = _digest(module.config, name)
         self.streamed = streamed
         self.device = module.device
         self.vocab_size, self.context = _sizes(module, config, name)
@@ -184,6 +184,14 @@ LAYER_TYPES = frozenset(
     ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", *WITHOUT_TOKENS)
 )
 """types of layers that a probe and the self-check can judge; others mask what short texts do not reach"""
+
+
+def _digest(config: Any, name: str) -> str:
+    """Return the digest of a configuration. Raises UnsupportedModel."""
+    try:
+        return configuration_digest(config)
+    except ValueError as error:
+        raise UnsupportedModel(f"{name}: {error}") from None
 
 
 def _refuse_config(config: Any, name: str) -> None:

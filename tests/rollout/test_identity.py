@@ -3,7 +3,9 @@ or continued."""
 
 from __future__ import annotations
 
+import copy
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rollout import identity, ledger
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
 from rollout.engine.forward.configuration import NEUTRAL, configuration_digest
+from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.scheduling.stopping import Vocabulary
 from rollout.engine.types import PartialSample, Sample, Sampling
 from rollout.fleet.replica import State
@@ -76,6 +79,29 @@ def test_every_field_of_every_family_decides_or_is_known_to_be_neutral() -> None
             changed = type(config).from_dict({**fields, name: fields[name]})
             vars(changed)[name] = "another value"
             assert configuration_digest(changed) != before, (family, name)
+
+
+class Kind(Enum):
+    ONE = "one"
+
+
+@pytest.mark.parametrize("value", [torch.float32, Kind.ONE, {"a", "b"}, ("a", 1), {"x": [torch.int8]}], ids=str)
+def test_a_field_of_any_of_these_types_has_one_spelling(value: Any) -> None:
+    config = tiny("llama").config
+    config.of_a_kind = value
+    before = configuration_digest(config)
+    config.of_a_kind = copy.deepcopy(value)
+    assert configuration_digest(config) == before
+
+
+def test_a_field_without_a_spelling_of_its_own_is_named() -> None:
+    """The text of an object may hold its address, which differs from process to process."""
+    model = tiny("llama")
+    model.config.rope = {"function": object()}
+    with pytest.raises(ValueError, match=r"config.json, rope, function is a object, which may have another text"):
+        configuration_digest(model.config)
+    with pytest.raises(UnsupportedModel, match=r"tiny: config.json, rope, function is a object"):
+        Model(model, "tiny")
 
 
 def test_a_folder_that_was_saved_again_has_the_same_digest(tmp_path: Path) -> None:
