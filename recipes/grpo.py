@@ -423,13 +423,22 @@ class NothingToLearn(InputError):
     """All rewards are equal, step after step; the message says what to change."""
 
 
-def main(options: Options, train: Trainer = train) -> list[Row]:
-    """Run a service, train against it by `train`, and leave curves and rows in `options.out`, the model in `options.save`.
-    Raises KeyboardInterrupt and NothingToLearn after the results of the finished steps were kept."""
+def check(options: Options) -> None:
+    """Raise InputError for options that do not go together."""
     if options.wandb and importlib.util.find_spec("wandb") is None:
         raise InputError("wandb is not installed: pip install 'rl-rollout[wandb]', or give --no-wandb")
     if options.checkpoints is not None and options.lora:
         raise InputError("--checkpoints with --lora: the weights would have to be merged at each step; leave one of them out")
+    if options.offline and options.memo is None:
+        raise InputError("--offline: uses the groups of a memo alone: give --memo FOLDER, too")
+    if options.offline and options.address:
+        raise InputError("--offline with --address: asks no service, whichever it is; leave one of them out")
+
+
+def main(options: Options, train: Trainer = train) -> list[Row]:
+    """Run a service, train against it by `train`, and leave curves and rows in `options.out`, the model in `options.save`.
+    Raises KeyboardInterrupt and NothingToLearn after the results of the finished steps were kept."""
+    check(options)
     say(f"loading {options.model}")
     from rollout.engine.cpu.backward import fast_in_bf16
     from rollout.exact import use_exact
@@ -437,7 +446,7 @@ def main(options: Options, train: Trainer = train) -> list[Row]:
 
     models.hide_progress_bars()
     folder = models.resolve(options.model)
-    options.out.mkdir(parents=True, exist_ok=True)
+    program.make_folder(options.out, "--out")
     if options.save is not None:
         program.make_folder_for_model(options.save)
     model = policy.load(folder, options.seed, options.threads)

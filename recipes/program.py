@@ -43,10 +43,18 @@ def run(name: str, main: Callable[[Options], Any], options: type[Options]) -> in
     return result if isinstance(result, int) else 0
 
 
+def make_folder(path: Path, option: str) -> None:
+    """Make the folder that an option names. Raises InputError if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot be made a folder ({error.strerror}); name another one") from None
+
+
 def make_folder_for_model(path: Path) -> None:
     """Make the folder that a trained model is saved to. Raises InputError for one that holds files: saving replaces those of a
     model, and deletes shards of an older one."""
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path, "--save")
     if any(path.iterdir()):
         raise InputError(f"--save {path}: holds files, which stay; name a new or an empty folder")
 

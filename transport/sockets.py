@@ -141,10 +141,12 @@ def check_socket_file(endpoint: str) -> None:
         asking.setblocking(False)
         try:
             asking.connect(path)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return
         except BlockingIOError:  # a process listens, and its queue is full
             pass
+        except OSError as error:  # a socket of another kind, or one that this user may not write to
+            raise ValueError(f"{path} is there, and is not free ({error.strerror}): name another path, or move it") from None
     raise ValueError(f"a process listens at {path}: stop it, or name another path")
 
 
@@ -307,7 +309,7 @@ class ServiceEnd:
             """with the real port, if any free one was requested"""
             if self._cookie is not None:
                 self._cookie.publish(self.endpoint)
-        except (zmq.ZMQError, ValueError) as error:
+        except (zmq.ZMQError, OSError, ValueError) as error:
             self.close()
             in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
             why = "the port is in use, perhaps by another service; choose another one, 0 = a free one" if in_use else error

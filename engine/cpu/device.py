@@ -18,7 +18,8 @@ from rollout.engine.cpu.select_path import BATCH, decide
 from rollout.engine.cuda.attention import triton_attention
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.attention import Backend, StepCapacity
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel, in_one_line
+from rollout.engine.forward.load import in_one_line
+from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel
 from rollout.engine.forward.sampling import PendingTokens, SamplingBatch, launch_draws
 from rollout.engine.forward.summed import mark_sums
 from rollout.engine.kv.copies import CopyEngine, SyncCopies

@@ -17,15 +17,13 @@ from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, Atte
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.configuration import configuration_digest
 from rollout.engine.forward.latent import use_latent_kv
-from rollout.engine.forward.load import BrokenModel, end_tokens, in_one_line, load_model
+from rollout.engine.forward.load import end_tokens, in_one_line, load_model
 from rollout.engine.forward.recurrence import Recurrence
 from rollout.engine.forward.routes import is_experts
 from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.weights.offload import OffloadedModel
-
-__all__ = ["BrokenModel", "Model", "UnsupportedModel", "in_one_line", "load_model", "open_model"]
 
 
 class UnsupportedModel(ValueError):

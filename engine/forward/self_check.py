@@ -35,7 +35,8 @@ from transformers import DynamicCache
 
 from rollout.engine.forward.attention import Backend, CannotAttend, Scores, prepared
 from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
-from rollout.engine.forward.model import Model, UnsupportedModel, in_one_line, windows_of
+from rollout.engine.forward.load import in_one_line
+from rollout.engine.forward.model import Model, UnsupportedModel, windows_of
 from rollout.engine.kv.block import BlockCopies, SlotCounts
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes

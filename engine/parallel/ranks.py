@@ -19,7 +19,8 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
 from rollout.engine.devices import device_of_rank, exchange_on
-from rollout.engine.forward.model import BrokenModel, Model, in_one_line, weights_moved
+from rollout.engine.forward.load import BrokenModel, in_one_line
+from rollout.engine.forward.model import Model, weights_moved
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.forward.summed import SLICES, RankExchange, Summed, sum_slices
 from rollout.engine.kv.block import SlotCounts

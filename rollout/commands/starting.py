@@ -104,7 +104,8 @@ def load(config: Config, progress: Phases) -> Engine:
         import torch
 
         from rollout.engine.engine import Engine
-        from rollout.engine.forward.model import BrokenModel, UnsupportedModel
+        from rollout.engine.forward.load import BrokenModel
+        from rollout.engine.forward.model import UnsupportedModel
 
     models.hide_progress_bars()
     name = config.engine.model

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.forward.model import BrokenModel, Model, UnsupportedModel, load_model
+from rollout.engine.forward.load import BrokenModel, load_model
+from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.forward.self_check import LoadedModel, check_model
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes

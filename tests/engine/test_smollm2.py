@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.forward.model import Model, load_model
+from rollout.engine.forward.load import load_model
+from rollout.engine.forward.model import Model
 from rollout.engine.memory import HostMemory
 from rollout.engine.types import Group, Sampling
 from tests.support.tiny import plain_logprobs

@@ -14,7 +14,7 @@ from torch import nn
 from rollout.engine.config import AdvancedConfig, EngineConfig, WeightOffload
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.engine import Engine
-from rollout.engine.forward.model import load_model
+from rollout.engine.forward.load import load_model
 from rollout.engine.memory import HostMemory, own_tensors, side_by_side
 from rollout.engine.types import Sample
 from rollout.engine.weights.live import Weights, WeightsTorn

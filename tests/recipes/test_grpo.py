@@ -239,6 +239,21 @@ def test_a_shape_is_trained_on_token_ids(tmp_path: Path) -> None:
     assert all(torch.equal(again.get_parameter(name), each) for name, each in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"offline": True}, "--offline: uses the groups of a memo alone: give --memo FOLDER"),
+        ({"offline": True, "memo": Path("memo"), "address": "tcp://127.0.0.1:1"}, "--offline with --address"),
+    ],
+)
+def test_offline_is_refused_before_a_model_is_loaded(
+    options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo.models, "resolve", lambda model: pytest.fail("too late"))
+    with pytest.raises(InputError, match=says):
+        grpo.main(grpo.Options(wandb=False, **options))
+
+
 def test_without_wandb_the_first_line_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     found = grpo.importlib.util.find_spec
     monkeypatch.setattr(grpo.importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))

@@ -53,6 +53,15 @@ def without_words(source: str) -> list[str]:
     return silent
 
 
+def test_a_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match=r"--save .*: cannot be made a folder \("):
+            program.make_folder_for_model(path)
+        with pytest.raises(InputError, match=r"--out .*: cannot be made a folder \("):
+            program.make_folder(path, "--out")
+
+
 def test_every_option_has_words() -> None:
     assert len(NAMES) >= 6
     for name in NAMES:

@@ -126,6 +126,16 @@ def test_a_socket_at_which_somebody_listens_stays(where: Path) -> None:
     end.close()
 
 
+def test_a_socket_of_another_kind_stays(where: Path) -> None:
+    """Whatever the error is that asking it brings, it is told with the path, and the end is closed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+        datagrams.bind(str(where / "s"))
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ValueError, match=r"cannot listen at ipc://.*/s is there, and is not free \("):
+            ServiceEnd(f"ipc://{where}/s", LIMITS)
+        assert (where / "s").is_socket() and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_key_files_leave_temporary_files_of_others(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_files.secrets, "token_hex", lambda n: "0" * 2 * n)
     (where / ".service.json.00000000").write_text("mine")
