@@ -3,7 +3,8 @@
 #     docker build --target cpu --tag rollout:cpu .
 #     docker build --target cuda --tag rollout:cuda .
 #
-# Both run as user 1000. Packages have the versions and hashes of uv.lock; /opt/rollout/sbom.cdx.json lists them (CycloneDX).
+# Both run as user 1000. Packages have the versions of uv.lock, and its hashes: all but the cpu image's torch and what only torch
+# needs. /opt/rollout/sbom.cdx.json lists the packages that were checked by hash (CycloneDX).
 
 ARG PYTHON=3.12.12-slim-bookworm
 
@@ -26,7 +27,9 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && $export --output-file /wheels/locked.txt \
     && $export --prune torch --output-file /wheels/without-torch.txt \
     && $export --no-hashes --output-file /wheels/versions.txt \
-    && $export --preview-features sbom-export --format cyclonedx1.5 --output-file /wheels/sbom.cdx.json
+    && sbom="$export --preview-features sbom-export --format cyclonedx1.5" \
+    && $sbom --output-file /wheels/sbom.cdx.json \
+    && $sbom --prune torch --output-file /wheels/sbom-without-torch.cdx.json
 
 # Each file must have a hash of uv.lock. torch's index has the same version as PyPI, built for the CPU: it is another file, so it
 # and what only torch needs are installed by version.
@@ -61,7 +64,7 @@ CMD ["serve", "--model", "smollm2"]
 
 FROM user AS cpu
 COPY --from=cpu-packages /opt/rollout /opt/rollout
-COPY --from=wheel /wheels/sbom.cdx.json /opt/rollout/sbom.cdx.json
+COPY --from=wheel /wheels/sbom-without-torch.cdx.json /opt/rollout/sbom.cdx.json
 USER 1000
 WORKDIR /home/rollout
 

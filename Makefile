@@ -37,7 +37,7 @@ COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
 UV ?= $(shell command -v uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
-.PHONY: sbom help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
+.PHONY: help venv model demo test quick nightly integrations ray test-arithmetic fleet-chaos sbom endurance test-gpu sanitize-gpu sitting check docs format bench bench-gpu wheels gpu-wheels clean
 .SUFFIXES:
 
 help:
@@ -127,12 +127,13 @@ test-arithmetic: model
 fleet-chaos: $(STAMP)
 	@$(BIN)/python -m tests.support.fleet_chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
-# replicas, fronts and trainers killed, garbage, broken weights, and an account of every sample; the last line is JSON
-sbom:  # build/sbom.cdx.json: what uv.lock installs with all extras, with hashes
+# build/sbom.cdx.json: what uv.lock installs with all extras, with hashes
+sbom: $(STAMP)
 	@test -x "$(UV)" || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	@mkdir -p build && $(UV) export --quiet --frozen --no-emit-project --all-extras --preview-features sbom-export \
 		--format cyclonedx1.5 --output-file build/sbom.cdx.json > /dev/null && echo build/sbom.cdx.json
 
+# replicas, fronts and trainers killed, garbage, broken weights, and an account of every sample; the last line is JSON
 endurance: model
 	@$(BIN)/python -m tests.support.endurance.run --hours $(or $(HOURS),0.1) --seed $(or $(SEED),0) $(ARGS)
 

@@ -53,10 +53,18 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+def is_same(path: Path, held: int) -> bool:
+    """Return whether a name is that of the open file."""
+    try:
+        return os.path.samestat(os.fstat(held), path.lstat())
+    except OSError:
+        return False
+
+
 def remove_if_same(path: Path, held: int) -> None:
     """Remove a name if it is still that of the open file."""
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(held), path.lstat()):
+    if is_same(path, held):
+        with suppress(FileNotFoundError):
             path.unlink()
 
 

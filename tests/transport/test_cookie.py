@@ -239,6 +239,29 @@ def test_a_file_that_was_removed_is_written_again(service: ServiceEnd, where: Pa
     client.close()
 
 
+@pytest.mark.parametrize("kind", ["dangling", "link", "file", "secret"])
+def test_whatever_has_the_name_of_a_secret_is_told_once(
+    service: ServiceEnd, where: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays, and new clients are refused; once it was moved away, the file is written again."""
+    file = cookie_file(service.endpoint)
+    other = where / "other"
+    if kind in ("dangling", "link"):
+        other.symlink_to(where / ("nowhere" if kind == "dangling" else "mine"))
+        (where / "mine").touch()
+    else:
+        other.write_bytes(b"0" * 64 if kind == "secret" else b"mine")
+    other.replace(file)
+    until(lambda: "move that away, and the file is written again" in caplog.text)
+    looks: list[int] = []
+    reload = cookie.Cookie.reload
+    monkeypatch.setattr(cookie.Cookie, "reload", lambda self: (reload(self), looks.append(1)))
+    until(lambda: len(looks) >= 3)
+    assert caplog.text.count("move that away") == 1 and (kind != "secret" or file.read_bytes() == b"0" * 64)
+    file.unlink()
+    until(lambda: file.exists() and "written again path" in caplog.text)
+
+
 KILLED = """
 import os, signal
 from rollout.engine.types import Limits

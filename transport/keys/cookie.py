@@ -123,12 +123,15 @@ class Cookie:
             ) from None
 
     def reload(self) -> None:
-        """Write the file again if it was removed."""
-        if self._path is None or own_files.is_there(self._path):
+        """Write the file again if it was removed. Whatever has its name now stays."""
+        if self._path is None or own_files.is_same(self._path, self._held):
             return
         try:
+            if own_files.is_there(self._path):
+                raise BadKeys("something else has its name: move that away, and the file is written again")
             self._write(self._path)
             log.warning("the file with the secret was gone, written again path=%s", self._path)
+            self._trouble = ""
         except (OSError, BadKeys) as error:
             trouble = getattr(error, "strerror", "") or str(error)
             if trouble != self._trouble:  # once, however often it is tried again
