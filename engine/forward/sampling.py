@@ -149,7 +149,7 @@ def launch_draws(
     ranked = np.zeros(0, np.int64) if batch.top is None else np.flatnonzero((batch.uniform < 0) & (batch.top > 0))
     if not len(ranked):
         return pending
-    ranks = _ranks(logits, batch.logits_row[ranked], (-1 - batch.uniform[ranked]).astype(np.int64))
+    ranks = _ranks(logits, *send([batch.logits_row[ranked], (-1 - batch.uniform[ranked]).astype(np.int64)]))
 
     def read() -> SampledTokens:
         whole = np.zeros(len(batch.uniform), np.int32)
@@ -159,11 +159,12 @@ def launch_draws(
     return PendingTokens(pending.tokens, read)
 
 
-def _ranks(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """Return [N] int32: 1 + the number of tokens that are more probable than token `tokens[i]` in row `rows[i]`."""
+def _ranks(logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return [N] int32: 1 + the number of tokens that are more probable than token `tokens[i]` in row `rows[i]`, both [N] int64
+    on the device of the logits."""
     found = []
     for at in range(0, len(rows), DISTRIBUTIONS):
-        row, token = (torch.from_numpy(each[at : at + DISTRIBUTIONS]).to(logits.device) for each in (rows, tokens))
+        row, token = rows[at : at + DISTRIBUTIONS], tokens[at : at + DISTRIBUTIONS]
         of_row = logits[row]
         found.append((of_row > of_row.gather(-1, token[:, None])).sum(-1, dtype=torch.int32) + 1)
     return torch.cat(found)

@@ -8,7 +8,7 @@ import torch
 
 from rollout.client.api import RolloutClient
 from rollout.engine.cpu.kernels import Kernels
-from rollout.engine.forward.sampling import SamplingBatch, sample
+from rollout.engine.forward.sampling import SamplingBatch, launch_draws, sample
 from rollout.engine.types import Sampling
 
 VOCABULARY = 300
@@ -41,6 +41,18 @@ def test_given_tokens_have_ranks(kernel: str) -> None:
     want = [1 + int((logits[row] > logits[row, token]).sum()) for row, token in enumerate(tokens)]
     assert found.ranks is not None and found.ranks.tolist() == [*want[:3], 0, want[4], 0, 0] and want[2] == 1
     assert sample(logits, batch([], [3, 3], [0, 0])).ranks is None, "nothing is ranked that was drawn"
+
+
+def test_what_is_ranked_is_sent_as_all_else() -> None:
+    """By `send`, so that the host does not wait for the device."""
+    logits, sent = torch.randn(3, VOCABULARY), list[np.ndarray]()
+
+    def send(arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        sent.extend(arrays)
+        return [torch.from_numpy(each) for each in arrays]
+
+    launch_draws(logits, batch([7, 8], [2, 0, 1], [0]), None, send).read()
+    assert [each.tolist() for each in sent] == [[0], [7]] and all(each.dtype == np.int64 for each in sent)
 
 
 def test_scored_prompts_tell_ranks(tiny_service: str) -> None:
