@@ -29,6 +29,7 @@ from rollout.transport.errors import Busy, Forbidden, InvalidRequest, LimitExcee
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.keys.files import FILE_VERSION, ClientKeys
 from rollout.transport.keys.ring import client_of
+from rollout.transport.places import reaches
 from rollout.transport.sockets import ServiceTransport, check_address
 
 log = logger(__name__)
@@ -199,7 +200,8 @@ class JoinListener:
 
     def _check_address(self, address: str) -> None:
         """Raises InvalidRequest for an address of the router itself, and for ipc:// without a socket of this user."""
-        if address in self.own_addresses or any(address == one.end.endpoint for one in self._endpoints):
+        own = (*self.own_addresses, *(one.end.endpoint for one in self._endpoints))
+        if any(reaches(address, each) for each in own):
             raise InvalidRequest(f"{address} is the router's own address: a replica gives its --service.endpoint")
         if address.startswith("ipc://") and not is_own_socket(address.removeprefix("ipc://")):
             raise InvalidRequest(f"{address}: there is no socket of the router's user; the replica must listen before it joins")

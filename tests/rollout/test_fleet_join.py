@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from rollout.transport import messages as m
 from rollout.transport.errors import KeyRefused, ServiceLost
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.keys import files
+from rollout.transport.places import reaches
 from rollout.transport.sockets import ServiceEnd
 from tests.support.fleet import WAIT, Threads, check, collect, fleet_of, prompt, refresh, step_until
 from tests.support.joined import JoinedFleet, end, joined_fleet
@@ -461,12 +463,44 @@ def test_the_router_connects_to_no_address_of_its_own(router: Router, tmp_path: 
     dealer = router.dealer()
     router.joins.own_addresses.add("tcp://127.0.0.1:5655")
     (tmp_path / "file").touch()
-    for address in (router.end.endpoint, "tcp://127.0.0.1:5655", f"ipc://{tmp_path}/none", f"ipc://{tmp_path}/file"):
+    local = router.end.endpoint.replace("127.0.0.1", "localhost")
+    for address in (
+        router.end.endpoint,
+        local,
+        "tcp://127.0.0.1:5655",
+        "tcp://localhost:5655",
+        f"ipc://{tmp_path}/none",
+        f"ipc://{tmp_path}/file",
+    ):
         assert router.ask(dealer, join(address=address)) == "invalid_request", address
     assert not router.events
     other = ServiceEnd(f"ipc://{tmp_path}/s", Limits())
     assert router.ask(dealer, join(address=other.endpoint)) == m.Joined(), "the control: a socket of this user"
     other.close()
+
+
+@pytest.mark.parametrize("bound", ["tcp://127.0.0.1:5655", "tcp://0.0.0.0:5655", "tcp://[::]:5655", "tcp://*:5655"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0", "[::ffff:127.0.0.1]", "127.1", "1.2.3.4:0;127.0.0.1"])
+def test_an_address_of_its_own_is_known_however_it_is_written(bound: str, host: str) -> None:
+    assert reaches(f"tcp://{host}:5655", bound) and reaches(f"tcp://{host}:05655", bound)
+    assert not reaches(f"tcp://{host}:5656", bound)
+
+
+def test_addresses_of_others_are_told_from_its_own(tmp_path: Path) -> None:
+    """Those of documentation (192.0.2.0/24) are no host's."""
+    everywhere, here = "tcp://0.0.0.0:5655", "tcp://127.0.0.1:5655"
+    assert reaches("tcp://127.0.0.9:5655", everywhere) and reaches("tcp://[::1]:5655", everywhere)
+    assert reaches(f"tcp://{socket.gethostname()}:5655", everywhere)
+    assert not reaches("tcp://127.0.0.9:5655", here) and not reaches("tcp://192.0.2.7:5655", everywhere)
+    assert not reaches("tcp://elsewhere.example:5655", everywhere) and not reaches("ipc:///tmp/s", everywhere)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with ExitStack() as stack:
+        one, other = (ServiceEnd(f"ipc://{tmp_path}/{name}", Limits()) for name in ("one", "other"))
+        stack.callback(one.close)
+        stack.callback(other.close)
+        assert reaches(f"ipc://{tmp_path}/link/../{tmp_path.name}/one", one.endpoint)
+        assert not reaches(other.endpoint, one.endpoint) and not reaches("ipc://@one", one.endpoint)
+        assert not reaches("ipc://a\0b", one.endpoint)
 
 
 def test_false_joins_hold_few_links() -> None:
