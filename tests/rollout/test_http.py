@@ -746,6 +746,46 @@ def test_an_adapter_is_loaded_by_name_and_unloaded(stack: Stack, tmp_path: Path,
     assert stack.post("/v1/completions", {"model": "policy", "prompt": PROMPT}).status_code == 404
 
 
+HALVES = {
+    "a configuration of which the end is missing": ("adapter_config.json", lambda whole: whole[: len(whole) // 2]),
+    "an empty configuration": ("adapter_config.json", lambda whole: b""),
+    "a configuration that is no object": ("adapter_config.json", lambda whole: b"[]"),
+    "brackets only": ("adapter_config.json", lambda whole: b"[" * 100_000),
+    "no text": ("adapter_config.json", lambda whole: b"\xff\xfe" + whole),
+    "empty tensors": ("adapter_model.safetensors", lambda whole: b""),
+    "a header of which the end is missing": ("adapter_model.safetensors", lambda whole: whole[:40]),
+    "tensors of which the end is missing": ("adapter_model.safetensors", lambda whole: whole[:-1]),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_adapter_that_is_still_being_written_is_tried_again(stack: Stack, tmp_path: Path, half: str) -> None:
+    """500 for half a file, 404 for none: clients of a network file system try again after these two, and have it then."""
+    name, cut = HALVES[half]
+    folder, before = adapters.write(tmp_path / "policy", width=32), stack.client.weights_status()["digest"]
+    whole = (folder / name).read_bytes()
+    body = {"lora_name": "policy", "lora_path": folder.as_posix()}
+    (folder / name).write_bytes(cut(whole))
+    for prefix in ("", "/v1"):
+        answer = error_of(stack.post(f"{prefix}/load_lora_adapter", body))
+        assert answer["code"] == 500 and "still being written" in answer["message"] and answer["param"] == "lora_path"
+    (folder / name).unlink()
+    answer = error_of(stack.post("/load_lora_adapter", body))
+    assert answer["code"] == 404 and "adapter_config.json" in answer["message"] and answer["param"] == "lora_path"
+    assert stack.client.weights_status()["digest"] == before
+    (folder / name).write_bytes(whole)
+    stack.ok("/load_lora_adapter", body)
+    stack.ok("/unload_lora_adapter", {"lora_name": "policy"})
+
+
+@pytest.mark.parametrize("path", ["nowhere", "a file/policy", "empty"])
+def test_an_adapter_that_is_not_there_yet_is_404(stack: Stack, tmp_path: Path, path: str) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "empty").mkdir()
+    answer = stack.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": str(tmp_path / path)})
+    assert error_of(answer)["code"] == 404
+
+
 def test_whole_weights_end_an_adapter(stack: Stack, tmp_path: Path) -> None:
     folder = adapters.write(tmp_path / "adapter", width=32)
     stack.ok("/load_lora_adapter", {"lora_name": "policy", "lora_path": folder.as_posix()})
