@@ -22,12 +22,14 @@ from rollout.engine.types import Group as EngineGroup
 from rollout.engine.types import Mode, Sample, Sampling
 from rollout.identity import result_digest
 from rollout.transport import messages as m
-from rollout.transport.errors import RolloutError
-from tests.support.endurance import leaks, ledgers, older
+from rollout.transport.errors import InvalidRequest, RolloutError, SourceUnreachable, WeightsRefused
+from tests.support.endurance import hostile, leaks, ledgers, older
 from tests.support.endurance.account import Account, Group, Judge
+from tests.support.endurance.foreign import LINK, Foreign
 from tests.support.endurance.garbage import HARMFUL, Attacker
 from tests.support.endurance.models import BROKEN, CLASSES, TestModel
 from tests.support.endurance.numberless import Contents
+from tests.support.endurance.pushing import HOSTILE_ANSWERS
 from tests.support.hash_engine import HashEngine
 from tests.support.ledgers import asked, recorded
 from tests.support.waiting import until
@@ -269,6 +271,40 @@ def test_two_contents_of_one_version_are_seen(account: Account) -> None:
     assert violations(account) == {"mixed": 2}, "it did not rise, and is another content"
     contents.look(sample(token_ids=np.array([4, 4, 4], np.int32), weight_versions=[(0, 0)]))
     assert violations(account)["mixed"] > 2
+
+
+def test_each_harm_to_a_file_of_the_user_is_seen(tmp_path: Path) -> None:
+    def touched(path: Path) -> None:
+        content, mode = path.read_bytes(), path.stat().st_mode
+        path.unlink()
+        path.write_bytes(content)
+        path.chmod(mode)
+
+    harms: dict[str, Callable[[Path], object]] = {
+        "gone": Path.unlink,
+        "content": lambda path: path.write_bytes(b"other"),
+        "mode": lambda path: path.chmod(0o666),
+        "replaced": touched,
+        "a link": lambda path: (path.unlink(), path.symlink_to("draft.new")),
+    }
+    for name, harm in harms.items():
+        foreign = Foreign(tmp_path / name)
+        assert not foreign.harmed()
+        harm(tmp_path / name / "model.safetensors")
+        assert foreign.harmed() == ["model.safetensors"], name
+    foreign = Foreign(tmp_path / "another")
+    (tmp_path / "another" / LINK).unlink()
+    assert foreign.harmed() == [LINK]
+
+
+@pytest.mark.parametrize("kind", hostile.KINDS)
+def test_a_header_that_lies_is_refused_by_both_ends(kind: str, tmp_path: Path) -> None:
+    folder = hostile.write(tmp_path / "hostile", kind)
+    with serving(HashEngine()) as service, RolloutClient(service.endpoint) as client:
+        with pytest.raises((InvalidRequest, WeightsRefused, SourceUnreachable)):
+            client.refresh(folder)
+        answer = hostile.offer(service.endpoint, folder, "a", 30.0)
+        assert isinstance(answer, m.Refused) and answer.kind in HOSTILE_ANSWERS - {"busy", "no_session"}
 
 
 @pytest.mark.long

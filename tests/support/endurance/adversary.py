@@ -13,18 +13,20 @@ import time
 from collections.abc import Callable
 
 from tests.support.endurance.account import Account
-from tests.support.endurance.serving import Router
+from tests.support.endurance.serving import LIAR, OTHER, Router
 from tests.support.faulty_link import Proxy
 from tests.support.lasting import ROOT
 
 PACE_S = {"tiny": 5.0, "smollm2": 8.0}
 """mean seconds between two acts"""
-KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4, "descriptors": 1, "liar": 1}
+KINDS = {"replica": 3, "stop": 2, "cut": 3, "mayfly": 4, "descriptors": 1, "liar": 1, "other": 1}
 """how often each, of the acts"""
 STOPS_S = (0.5, 2.0, 6.0)
 MAYFLY_S = 60.0
 LIAR_S = 40.0
 """that a replica that lies lives, its start among them"""
+OTHER_S, OTHER_MORE_S = 120.0, 3.0
+"""that a replica of another configuration may take to join and be refused, and stays after that"""
 EXHAUSTED_S = 3.0
 SPARE_FDS = 2
 """descriptors that an exhausted process may still open"""
@@ -58,6 +60,7 @@ class Adversary:
         self.ever_stopped: set[int] = set()
         """their turns of the loop say nothing of the service"""
         self.liar = threading.Thread()
+        self.other = threading.Thread()
 
     def torment(self, until: float, storm: bool, alive: Callable[[], None]) -> None:
         """Kill, stop and cut until a time of the monotonic clock. storm: nobody is spared, nor the router. alive: is called
@@ -94,6 +97,9 @@ class Adversary:
         elif kind == "liar" and not self.liar.is_alive():
             self.liar = threading.Thread(target=self._liar, args=(self.rng.randrange(2**31),), daemon=True)
             self.liar.start()
+        elif kind == "other" and not self.other.is_alive() and not storm:
+            self.other = threading.Thread(target=self._other, daemon=True)
+            self.other.start()
         elif kind == "replica" and name is not None:
             self.account.count("kills_of_replicas", send(replicas[name], signal.SIGKILL))
         elif kind == "descriptors":
@@ -142,7 +148,7 @@ class Adversary:
     def _liar(self, seed: int) -> None:
         """Let a replica join that sends what is none of its groups' samples, and kill it after a while."""
         told = self.router.folder / f"lies{seed}"
-        words = [sys.executable, "-m", "tests.support.endurance.liar", str(seed), str(told), *self.router.joining]
+        words = [sys.executable, "-m", "tests.support.endurance.liar", str(seed), str(told), *self.router.joining(LIAR)]
         with (self.router.folder / "liar.log").open("ab") as log:
             child = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         try:
@@ -152,6 +158,27 @@ class Adversary:
             child.kill()
             child.wait()
         self.account.count("liars", told.exists())
+
+    def _other(self) -> None:
+        """Let a replica join that has the fleet's weights and another configuration, so that it computes something else. The
+        router must refuse it."""
+        life, number = self.router.lives, self.account.counts["others"]
+        words = [sys.executable, "-P", "-m", "rollout", "serve", *self.router.joining(OTHER)]
+        words += ["--engine.model", str(self.account.model.other_folder())]
+        words += ["--service.endpoint", f"ipc://{self.router.folder}/sockets/other{number}"]
+        with (self.router.folder / "other.log").open("ab") as log:
+            child = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+        deadline = time.monotonic() + OTHER_S
+        while child.poll() is None and time.monotonic() < deadline and not self.router.refused_configuration(life):
+            time.sleep(0.2)
+        time.sleep(OTHER_MORE_S)  # it would be given groups now
+        refused = self.router.refused_configuration(life)
+        child.kill()
+        child.wait()
+        self.account.count("others")
+        self.account.count("others_refused", bool(refused))
+        if refused is False and life == self.router.lives:
+            self.account.found("mixed", "a replica of another configuration has joined")
 
     def _mayfly(self, seed: int, live_s: float) -> None:
         words = [sys.executable, "-m", "tests.support.endurance.mayfly", self.router.endpoint, str(seed)]

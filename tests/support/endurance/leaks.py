@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -33,9 +34,8 @@ weights at times has two levels, and which one is seen more often says nothing. 
 taken moves a process by a few, once; 8 of them in half an hour's phase are 25 bytes for each broken message. Descriptors: of
 connections that come and go; a leak of one for each client that is killed would be three times as many."""
 LEFT_FDS = 12
-"""more than when it had just been started may be open in a service whose clients have all gone"""
-LINK_FDS = 12
-"""of a router's link to a replica (11 by count), which a router that was killed gets again after it is ready"""
+"""more than before its first client may be open in a service whose clients have all gone, with as many replicas as then: shared
+memory of pushes and connections that have just been refused"""
 
 
 def held(pid: int) -> Held | None:
@@ -49,6 +49,16 @@ def held(pid: int) -> Held | None:
     if "VmRSS" not in status:
         return None
     return Held(kib("VmRSS") / 1024, fds, int(status["Threads"]), (kib("VmPin") + kib("VmLck")) / 1024)
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """Count the open descriptors of a process by what they are: sockets, pipes, memory, paths without their numbers."""
+    found = Counter[str]()
+    with suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found[re.sub(r"[0-9]+", "#", os.readlink(each))] += 1
+    return found
 
 
 def slope(points: list[tuple[float, float]]) -> float:

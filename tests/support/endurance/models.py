@@ -59,6 +59,7 @@ class TestModel:
 
     def __init__(self, kind: Kind, scratch: Path) -> None:
         self.kind: Kind = kind
+        self.scratch = scratch
         self.plan = PLANS[kind]
         if kind == "tiny":
             self.folder = scratch / "tiny"
@@ -77,6 +78,20 @@ class TestModel:
         return EngineConfig(
             model=str(self.folder), dtype=dtype, kv_tokens=KV_TOKENS, cpu_offload_gib=0, threads=1, max_num_seqs=64, seed=seed
         )
+
+    def other_folder(self) -> Path:
+        """Return a folder of the same weights whose config.json has another rope theta: another function."""
+        folder = self.scratch / f"{self.kind}-other"
+        if not folder.is_dir():
+            folder.mkdir()
+            for path in self.folder.iterdir():
+                if path.name != "config.json":
+                    (folder / path.name).symlink_to(path.resolve())
+            config = json.loads((self.folder / "config.json").read_text())
+            rope = config.get("rope_parameters") or config
+            rope["rope_theta"] = 2.0 * rope["rope_theta"]
+            (folder / "config.json").write_text(json.dumps(config))
+        return folder
 
     def weights(self, version: int) -> Named:
         """Return the weights of a version; neighbours differ in every tensor unless one is an adapter of the other."""

@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 
 from rollout.client.api import RolloutClient
 from rollout.engine.types import Mode
-from rollout.transport.errors import Busy, GroupFailed, RequestTimeout, ServiceLost, SourceUnreachable, WeightsRefused
+from rollout.transport import messages as m
+from rollout.transport.errors import (
+    Busy,
+    GroupFailed,
+    InvalidRequest,
+    RequestTimeout,
+    ServiceLost,
+    SourceUnreachable,
+    WeightsRefused,
+)
+from tests.support.endurance import hostile
 from tests.support.endurance.account import Account
 from tests.support.endurance.models import BROKEN
 from tests.support.lasting import ROOT
@@ -24,6 +34,12 @@ ADAPTERS = 0.5
 """share of the refreshes that are adapters, where the weights under them are known"""
 DAMAGED = 0.2
 """share of the broken pushes that break in a process of its own, under way: a byte that flips, a SIGKILL"""
+
+
+HOSTILE = 0.2
+"""share of the others that are folders with headers that lie"""
+HOSTILE_S = 30.0
+HOSTILE_ANSWERS = {"invalid_request", "weights_refused", "source_unreachable", "limit_exceeded", "busy", "no_session"}
 
 
 class Whole(NamedTuple):
@@ -50,6 +66,7 @@ class Pushing:
         self.whole: Whole | None = None
         """None: adapters are not sent, for nobody knows what they would be added to"""
         self.adapter = scratch / "adapter"
+        self.hostile = scratch / "hostile"
         self.breaking = subprocess.Popen(
             [sys.executable, "-m", "tests.support.endurance.breaking", self.model.kind, str(scratch)],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -130,6 +147,9 @@ class Pushing:
         if self.rng.random() < DAMAGED:
             self._damaged(version)
             return
+        if self.rng.random() < HOSTILE:
+            self._hostile(client, version)
+            return
         how = self.rng.choice([*BROKEN, "old version"])
         if how == "old version":
             named, number = self.model.weights(version), self.last_live
@@ -141,6 +161,25 @@ class Pushing:
             self.account.count("broken_pushes")
         else:
             self.account.found("mixed", f"version {number} is live, though it is broken: {how}")
+
+    def _hostile(self, client: RolloutClient, version: int) -> None:
+        """Push a folder whose header lies, read by the client, and not read."""
+        kind = self.rng.choice(hostile.KINDS)
+        folder = hostile.write(self.hostile, kind)
+        try:
+            client.refresh(folder, version=version, timeout=WAIT)
+        except (InvalidRequest, WeightsRefused, SourceUnreachable):
+            self.account.count("hostile_headers")
+        else:
+            self.account.found("mixed", f"version {version} is live, though its header lies: {kind}")
+        life = self.account.life
+        answer = hostile.offer(self.address, folder, self.rng.choice(["a", *self.model.base]), HOSTILE_S)
+        if isinstance(answer, m.Refused) and answer.kind in HOSTILE_ANSWERS:
+            self.account.count("hostile_offers")
+        elif isinstance(answer, m.Lease) or (answer is not None and not self.account.exhausted):
+            self.account.found("crashes", f"a header that lies, {kind}, is answered by {answer}")
+        elif life == self.account.life and not self.account.exhausted:
+            self.account.count("hostile_unanswered")
 
     def _damaged(self, version: int) -> None:
         fault, life = self.rng.choice(["flip", "die"]), self.account.life

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -31,15 +33,17 @@ from rich.table import Table
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig, ServiceConfig
 from rollout.transport.errors import RolloutError
-from tests.support.endurance import foreign, leaks, ledgers
+from rollout.transport.keys.cookie import FOLDER_VARIABLE
+from tests.support.endurance import leaks, ledgers, ranks
 from tests.support.endurance.account import Account, Judge
 from tests.support.endurance.adversary import Adversary, proxy_of
+from tests.support.endurance.foreign import Foreign
 from tests.support.endurance.http import HttpTrainer
 from tests.support.endurance.models import Kind, TestModel
 from tests.support.endurance.numberless import Numberless
 from tests.support.endurance.pushing import Pushing
 from tests.support.endurance.serving import Router
-from tests.support.endurance.trainers import KINDS, WAIT
+from tests.support.endurance.trainers import KINDS, WAIT, Remembering
 from tests.support.lasting import ROOT
 from tests.support.ports import free_port
 
@@ -72,9 +76,11 @@ class Phase:
         self.over, self.settled = threading.Event(), threading.Event()
         """nothing more is asked for; nothing more is owed"""
         self.folder = scratch / f"phase{number}"
-        self.foreign = [self.folder, self.folder / "temporary"]
-        for each in self.foreign:
-            foreign.put(each)
+        cookies = Path(os.environ[FOLDER_VARIABLE])
+        folders = [self.folder, *(self.folder / name for name in ("temporary", "sockets")), cookies]
+        self.foreign = [Foreign(folder) for folder in folders]
+        self.born = Counter[str]()
+        """descriptors of the router before its first client, all of its replicas joined"""
         config = Config(
             engine=self.model.config(self.seed),
             service=ServiceConfig(
@@ -106,6 +112,7 @@ class Phase:
         with ExitStack() as stack:
             self.router.start()
             stack.callback(self.router.stop)
+            self._look_at_birth()
             proxies = [stack.enter_context(proxy_of(self.router.endpoint, self.seed + i)) for i in range(2)]
             self.adversary = Adversary(self.account, self.router, proxies, f"local-{self.number % 2}", self.seed)
             stack.callback(self.settled.set)
@@ -143,6 +150,10 @@ class Phase:
             trainer = KINDS[number % len(KINDS)](number, self.seed, address, self.account, self.over)
             jobs.append(threading.Thread(target=trainer.run, name=f"trainer {number}"))
         jobs.append(threading.Thread(target=judge.run, args=(self.settled,), name="judge"))
+        self.remembering = Remembering(
+            self.trainers + 1, self.seed, self.router.endpoint, self.account, self.over, memo=self.folder / "memo"
+        )
+        jobs.append(threading.Thread(target=self.remembering.run, name="trainer with a memo"))
         http = HttpTrainer(self.trainers, self.seed, self.router.endpoint, self.account, self.over, self.folder)
         jobs.append(threading.Thread(target=http.run, name="trainer over HTTP"))
         numberless = Numberless(self.account, self.seed, self.folder / "numberless", self.over)
@@ -221,37 +232,58 @@ class Phase:
 
     # the end
 
+    def _look_at_birth(self) -> None:
+        """Note the descriptors of a router that all of its replicas have joined, with one client, as it has at the end."""
+        deadline = time.monotonic() + WAIT
+        with RolloutClient(self.router.endpoint, name="first", connect_timeout_s=WAIT) as client:
+            while client.status(timeout=WAIT)["fleet"]["serving"] < REPLICAS:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"fewer than {REPLICAS} replicas have joined after {WAIT} s")
+                time.sleep(0.2)
+            self.born = leaks.descriptors(self.router.pid)
+
     def _quiet(self) -> None:
-        """Wait until nothing is left after all clients have gone, and note what stays."""
+        """Wait until nothing is left after all clients have gone, and all replicas are back; note what stays."""
         deadline = time.monotonic() + QUIET_S
         left = "it does not answer"
         while time.monotonic() < deadline:
             try:
                 with RolloutClient(self.router.endpoint, name="last", connect_timeout_s=WAIT) as client:
                     status = client.status(timeout=60)
+                    more = leaks.descriptors(self.router.pid)
             except RolloutError as error:
                 left = repr(error)
                 continue
-            clients = [each for each in status["service"]["clients"] if each["name"] != "last"]
+            more.subtract(self.born)
+            clients = [each["name"] for each in status["service"]["clients"] if each["name"] != "last"]
             running = {name: status[name] for name in ("running", "waiting", "groups") if status.get(name)}
-            fds = self._fds_left()
-            if not clients and not running and not status["service"]["parked_groups"] and fds <= leaks.LEFT_FDS:
+            back = status["fleet"]["serving"] == REPLICAS == len(status["replicas"])
+            self.fds_left = more.total()
+            if (
+                not clients
+                and not running
+                and not status["service"]["parked_groups"]
+                and self.fds_left <= leaks.LEFT_FDS
+                and back
+            ):
                 return
-            left = f"clients {[each['name'] for each in clients]}, {running}, {fds} descriptors more than at its start"
+            replicas = {each["name"]: each["state"] for each in status["replicas"]}
+            changed = {what: count for what, count in more.items() if count}
+            left = (
+                f"clients {clients}, {running}, replicas {replicas}, {more.total()} descriptors more than at birth: {changed}"
+            )
             time.sleep(1.0)
         self.account.found("leaks", f"after the end there is left: {left}")
 
-    def _fds_left(self) -> int:
-        born, now = self.router.born, leaks.held(self.router.pid)
-        links = REPLICAS - self.router.born_links  # one that was killed is ready with the first replica that returns
-        return now.fds - born.fds - leaks.LINK_FDS * max(0, links) if born is not None and now is not None else 0
-
     def _closed(self) -> None:
         ledgers.check(self.account, self.folder / "ledger")
-        for each in self.foreign:
-            self.account.count("foreign", len(foreign.FILES))
-            for name in foreign.harmed(each):
-                self.account.found("harmed", f"{each / name} is gone or changed")
+        remembered = self.remembering.foreign
+        if remembered is None:
+            self.account.found("harmed", "no memo was opened")
+        for each in [*self.foreign, *([remembered] if remembered else [])]:
+            self.account.count("foreign", len(each))
+            for name in each.harmed():
+                self.account.found("harmed", f"{each.folder / name} is gone or changed")
         code = self.router.process.returncode if self.router.process is not None else None
         if code != 0:
             self.account.found("crashes", f"the router ended with exit status {code}")
@@ -296,6 +328,11 @@ PROMISES = [
     ("P17", "half handshakes, bytes that are no ZMTP", "sent_half_handshakes", ("crashes",)),
     ("P17", "web pages and peers of ZMTP 1 and 2, at every port", "older", ("believed",)),
     ("P13", "replicas that lie", "liars", ("mixed", "lost")),
+    ("P13", "replicas of another configuration refused by name", "others_refused", ("mixed",)),
+    ("P13", "folders whose headers lie, read by the client", "hostile_headers", ("mixed",)),
+    ("P13, P20", "the same over the wire", "hostile_offers", ("mixed", "crashes")),
+    ("P17", "strangers where ranks over hosts meet", "strangers", ("crashes",)),
+    ("P3", "groups that a memo answered", "memo_hits", ("mixed", "unequal")),
     ("receipts", "ledger: every sample that came, and a whole chain", "ledger_records", ("unrecorded",)),
     ("receipts", "samples of one replica verified by the other", "verified", ("alarms",)),
     ("P17", "files of the user beside ours", "foreign", ("harmed",)),
@@ -332,7 +369,10 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
     rounds = max(1, round(3600 * hours / phase_s / len(kinds)))
     seconds = 3600 * hours / rounds / len(kinds)
     totals, growths, longest, longest_cpu = Counter[str](), list[leaks.Growth](), 0.0, 0.0
-    with tempfile.TemporaryDirectory(prefix="rollout-endurance-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="rollout-endurance-") as scratch,
+        patch.dict(os.environ, {FOLDER_VARIABLE: f"{scratch}/cookies"}),
+    ):
         for number, kind in enumerate(kinds * rounds):
             print(f"phase {number}: {kind}, {seconds:.0f} s", flush=True)
             phase = Phase(kind, seconds, seed, number, Path(scratch), trainers)
@@ -346,6 +386,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
             growths += phase.growths
             longest, longest_cpu = max(longest, phase.longest_turn_s), max(longest_cpu, phase.longest_turn_cpu_s)
             print(json.dumps({name: totals[name] for name in ("samples", "kills", "malformed", "broken_pushes", *FOUND)}))
+        totals += ranks.met_among_strangers(Path(scratch), seed)
     left = leaks.shared_memory() - shared
     if left := left - leaks.mapped(left):
         print(f"left in /dev/shm: {left}")

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from rollout.config import Config, dump
-from tests.support.endurance.leaks import Held, held
 from tests.support.lasting import ROOT
 
 START_S = 400.0
@@ -25,6 +24,8 @@ FAILURES = re.compile(
 """in a log: what a client must never bring about"""
 LIAR = "liar"
 """name of a replica that lies: the router says so, and that is no failure"""
+OTHER = "other"
+"""name of a replica with the same weights and another configuration"""
 EXPECTED = ("signal 9", "exit status 0", "an exit status that only its parent")
 ENDED = re.compile(r"replica ended name=(\S+) why='?\"?([^'\"]*)")
 
@@ -44,20 +45,28 @@ class Router:
         self.toml.write_text(dump(config))
         replica = folder / "replica.toml"
         replica.write_text(dump(Config(engine=config.engine)))
-        self.joining = ["--config", str(replica), "--join", str(config.fleet.listen_replicas), "--fleet.name", LIAR]
-        """words of a replica that joins"""
+        self.replica = replica
+        """configuration of a replica that joins"""
+        self.join_address = str(config.fleet.listen_replicas)
         self.environment: dict[str, str] = {}
         """variables of the router and its replicas"""
         self.process: subprocess.Popen[bytes] | None = None
-        self.born: Held | None = None
-        """what it held when it had just been started"""
-        self.born_links = 0
-        """replicas that it was linked to then"""
 
     @property
     def log(self) -> Path:
         """Return the log of this life."""
         return self.folder / f"service{self.lives}.log"
+
+    def joining(self, name: str) -> list[str]:
+        """Return the words of a replica that joins."""
+        return ["--config", str(self.replica), "--join", self.join_address, "--fleet.name", name]
+
+    def refused_configuration(self, life: int) -> bool | None:
+        """Whether a life's log says that the replica OTHER was refused for its configuration. None: it has not joined."""
+        text = (self.folder / f"service{life}.log").read_text(errors="replace")
+        if f"replica joins name={OTHER} " not in text:
+            return None
+        return any(f"name={OTHER} " in line and "configuration differs" in line for line in text.splitlines())
 
     def excuse(self) -> None:
         """Let the router tell of errors from here on: its disk is full."""
@@ -81,8 +90,6 @@ class Router:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the service does not start; its log:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.05)
-        self.born = held(self.pid)
-        self.born_links = self.log.read_text(errors="replace").count(" ready, ")
 
     @property
     def pid(self) -> int:
@@ -137,7 +144,7 @@ class Router:
         found = [traceback_at(lines, i) for i, line in enumerate(lines) if FAILURES.search(line)]
         for line in lines:
             ended = ENDED.search(line)
-            if ended and LIAR not in ended[1] and not ended[2].startswith(EXPECTED):
+            if ended and ended[1] not in (LIAR, OTHER) and not ended[2].startswith(EXPECTED):
                 found.append(line)
         return found
 

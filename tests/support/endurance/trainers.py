@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,9 +15,14 @@ from rollout.client.api import RolloutClient
 from rollout.engine.types import Sample, Sampling
 from rollout.transport.errors import Busy, RolloutError, ServiceLost, StaleWeights
 from tests.support.endurance.account import CUT_SHORT, ENDS, Account, Group, spans
+from tests.support.endurance.foreign import Foreign
 
 WAIT = 400.0
 """for what comes: a bound for hangs only. A router that is killed has to load its model again"""
+
+
+MEMO_GIB, MEMO_GROUPS = 1e-4, 6
+"""room of a memo, and groups for which it is open"""
 
 
 class Trainer:
@@ -164,6 +170,42 @@ class Agent(Trainer):
                 self.account.count("turns")
             if handle is not None:
                 self.wait(group, handle)
+
+
+class Remembering(Trainer):
+    """Asks for each group twice, with a memo that is opened again and again and has room for a few groups. memo: its folder;
+    the user's files come into it once it is there."""
+
+    def __init__(self, *args: Any, memo: Path) -> None:
+        super().__init__(*args)
+        self.memo = memo
+        self.foreign: Foreign | None = None
+
+    def train(self, client: RolloutClient) -> None:
+        while not self.over.is_set():
+            with RolloutClient(
+                self.address, name="remembering", memo=self.memo, memo_gib=MEMO_GIB,
+                connect_timeout_s=WAIT, link_timeout_s=WAIT, restart_timeout_s=WAIT,
+            ) as remembering:  # fmt: skip
+                self.foreign = self.foreign or Foreign(self.memo)
+                for _ in range(MEMO_GROUPS):
+                    if not self.over.is_set():
+                        self.twice(remembering)
+                assert remembering.memo is not None
+                self.account.count("memo_hits", remembering.memo.hits)
+
+    def twice(self, client: RolloutClient) -> None:
+        """Ask for a group, and again; the memo may answer with what its client knows to be live, so no version is required."""
+        key, prompt, sampling = self.draw()
+        first, second = (self.account.group(key + what, prompt, sampling, range(sampling.n)) for what in ("", " again"))
+        one = self.wait(first, client.submit(prompt, sampling))
+        two = self.wait(second, client.submit(prompt, sampling))
+        for a, b in zip(one or [], two or [], strict=False):
+            same = a.weight_versions == b.weight_versions and len(a.weight_versions) == 1
+            if same and not np.array_equal(a.token_ids, b.token_ids):
+                self.account.found(
+                    "unequal", f"{key}: child {a.index}: the memo has other tokens of version {a.weight_versions}"
+                )
 
 
 KINDS = (Whole, Cut, Scoring, Agent)
