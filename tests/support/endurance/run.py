@@ -76,11 +76,13 @@ class Phase:
         self.over, self.settled = threading.Event(), threading.Event()
         """nothing more is asked for; nothing more is owed"""
         self.folder = scratch / f"phase{number}"
-        cookies = Path(os.environ[FOLDER_VARIABLE])
-        folders = [self.folder, *(self.folder / name for name in ("temporary", "sockets")), cookies]
+        folders = [self.folder, *(self.folder / name for name in ("temporary", "sockets", "secrets"))]
         self.foreign = [Foreign(folder) for folder in folders]
         self.born = Counter[str]()
         """descriptors of the router before its first client, all of its replicas joined"""
+        self.more_fds: dict[str, int] = {}
+        """of the router at its end than at birth, by what they are"""
+        os.environ[FOLDER_VARIABLE] = str(self.folder / "secrets")  # for this process and all that it starts
         config = Config(
             engine=self.model.config(self.seed),
             service=ServiceConfig(
@@ -224,7 +226,9 @@ class Phase:
                 self.account.found("leaks", f"{growth.who}: {growth.more:+.1f} {growth.what}, {growth.per_hour:+.1f} an hour")
 
     def show_memory(self) -> None:
-        """Print what each process held, at a few times of its life, of those that lived for long."""
+        """Print what each process held, at a few times of its life, of those that lived for long, and what the router held more at
+        its end than at birth."""
+        print(f"  router at its end, descriptors more than at birth: {self.more_fds}")
         for who, series in self.watcher.series.items():
             some = series[:: max(1, len(series) // 12)]
             if len(series) >= leaks.LEAST_POINTS:
@@ -258,7 +262,7 @@ class Phase:
             clients = [each["name"] for each in status["service"]["clients"] if each["name"] != "last"]
             running = {name: status[name] for name in ("running", "waiting", "groups") if status.get(name)}
             back = status["fleet"]["serving"] == REPLICAS == len(status["replicas"])
-            self.fds_left = more.total()
+            self.more_fds = {what: count for what, count in more.items() if count}
             if (
                 not clients
                 and not running
@@ -268,10 +272,7 @@ class Phase:
             ):
                 return
             replicas = {each["name"]: each["state"] for each in status["replicas"]}
-            changed = {what: count for what, count in more.items() if count}
-            left = (
-                f"clients {clients}, {running}, replicas {replicas}, {more.total()} descriptors more than at birth: {changed}"
-            )
+            left = f"clients {clients}, {running}, replicas {replicas}, {more.total()} descriptors more than at birth: {self.more_fds}"
             time.sleep(1.0)
         self.account.found("leaks", f"after the end there is left: {left}")
 
@@ -371,7 +372,7 @@ def run(hours: float, seed: int, kinds: list[Kind], trainers: int = 4, phase_s: 
     totals, growths, longest, longest_cpu = Counter[str](), list[leaks.Growth](), 0.0, 0.0
     with (
         tempfile.TemporaryDirectory(prefix="rollout-endurance-") as scratch,
-        patch.dict(os.environ, {FOLDER_VARIABLE: f"{scratch}/cookies"}),
+        patch.dict(os.environ),
     ):
         for number, kind in enumerate(kinds * rounds):
             print(f"phase {number}: {kind}, {seconds:.0f} s", flush=True)
