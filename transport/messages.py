@@ -503,11 +503,15 @@ ANSWERS: dict[type, type] = {
 
 
 ANSWER_HEADER_BYTES = 1 << 24
+REPLICA_HEADER_BYTES = 1 << 20
+"""of a replica, which has one client and may lie: its messages are decoded in the router's process"""
 
 
-def answer_limits(limits: Limits) -> Limits:
-    """Widen limits for messages of the service: the header of a status grows with the number of clients."""
-    return msgspec.structs.replace(limits, max_header_bytes=max(limits.max_header_bytes, ANSWER_HEADER_BYTES))
+def answer_limits(limits: Limits, header_bytes: int | None = None) -> Limits:
+    """Return the limits for messages of a service. header_bytes: of their headers; None: wide, as the header of a status grows
+    with the number of clients."""
+    widened = max(limits.max_header_bytes, ANSWER_HEADER_BYTES)
+    return msgspec.structs.replace(limits, max_header_bytes=widened if header_bytes is None else header_bytes)
 
 
 @lru_cache(64)

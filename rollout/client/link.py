@@ -104,6 +104,7 @@ class Link:
         resubmit: submit open groups again to a service that lost them.
         capabilities: for Hello, besides DIGESTS.
         alone: for Hello, see `Hello.alone`.
+        header_bytes: of the first frame of a message, see `answer_limits`.
         clock: seconds, as time.monotonic."""
 
     def __init__(
@@ -117,18 +118,20 @@ class Link:
         resubmit: bool = False,
         capabilities: tuple[str, ...] = (),
         alone: bool = False,
+        header_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.welcome: m.Welcome | None = None
         """of the current incarnation"""
         self.calls = CallQueue(transport.wake)
         self._transport = transport
+        self._header_bytes = header_bytes
         self._timing = timing = LinkTiming() if timing is None else timing
         self._clock = clock
         self.session = session
         self._hello_fields = name, (m.DIGESTS, *capabilities), alone
         self._resubmit = resubmit
-        self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits()))
+        self._decoder: Decoder[m.ServiceMessage] = Decoder(m.ServiceMessage, m.answer_limits(Limits(), header_bytes))
         self._closing = False
         self._connection = ConnectionState(clock(), timing)
         self._request_ids = itertools.count(1)
@@ -318,7 +321,7 @@ class Link:
                 self._outgoing.answered(request_id)
         self.welcome = welcome
         self._groups.welcomed(welcome)
-        self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits))
+        self._decoder = Decoder(m.ServiceMessage, m.answer_limits(welcome.limits, self._header_bytes))
         self._connection.welcomed(self._clock())
         self._set_live(welcome)
         self._outgoing.restart(paced=True)

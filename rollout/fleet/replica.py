@@ -21,7 +21,7 @@ from rollout.fleet.timing import TIMING, Timing
 from rollout.logs import logger
 from rollout.transport.errors import NotBelieved
 from rollout.transport.keys.files import ClientKeys
-from rollout.transport.messages import GATHERS, StatusRequest, Welcome
+from rollout.transport.messages import GATHERS, REPLICA_HEADER_BYTES, StatusRequest, Welcome
 from rollout.transport.sockets import ClientEnd
 
 NEVER_S = 1e9
@@ -124,7 +124,7 @@ class Replica:
         timing = LinkTiming(link_s=NEVER_S, stall_s=self._timing.stalled_s, restart_s=NEVER_S)
         session = secrets.token_hex(16), f"router of {self.name}"
         # alone: the replica ends what it still does for a router that is dead, including an open refresh
-        self.link = Link(self._end, *session, timing, capabilities=(GATHERS,), alone=True)
+        self.link = Link(self._end, *session, timing, capabilities=(GATHERS,), alone=True, header_bytes=REPLICA_HEADER_BYTES)
         self._on_answer(self.link.first_welcome, then)
 
     def request(self, make: Make) -> Future[Any]:

@@ -16,7 +16,7 @@ import msgspec
 MAX_DEPTH = 8
 """of a status: objects in objects"""
 MAX_VALUES = 100_000
-"""numbers and texts of a status"""
+"""of a status, objects among them"""
 MAX_FLOAT = 2.0**128
 """above all float32 numbers: a mean of log-probs may be any of them"""
 MAX_MISSING = 4
@@ -57,10 +57,9 @@ def read_status(status: dict[str, Any]) -> ReplicaStatus:
     open_: list[tuple[Any, int]] = [(status, 0)]
     while open_:
         value, depth = open_.pop()
-        left -= 1
-        if isinstance(value, dict | list) and depth < MAX_DEPTH:
+        if isinstance(value, dict | list) and depth < MAX_DEPTH and (left := left - len(value)) >= 0:
             open_ += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
-        elif isinstance(value, dict | list) or left < 0:
+        elif isinstance(value, dict | list):
             raise ValueError(f"a status of more than {MAX_VALUES} values, or {MAX_DEPTH} levels")
         elif isinstance(value, int) and not abs(value) < 2**63:
             raise ValueError(f"a status holds {str(value)[:40]}, which is no count")

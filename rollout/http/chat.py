@@ -17,7 +17,15 @@ from starlette.routing import Route
 
 from rollout.client.token_text import visible
 from rollout.engine.types import Sample
-from rollout.http.conversation import TokenIdCache, Tool, check_shape, exact_ids, last_turn, template_messages
+from rollout.http.conversation import (
+    TokenIdCache,
+    Tool,
+    check_messages,
+    check_shape,
+    exact_ids,
+    last_turn,
+    template_messages,
+)
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import Arrival, GenerationService, PromptGroup
@@ -149,6 +157,7 @@ class ChatRoutes:
         generation = self._generation
         head: dict[str, Any] = {"created": int(time.time()), "model": generation.model(body.model)}
         refuse_unsupported(body)
+        check_messages(body.messages, generation.limits)
         messages = template_messages(body.messages)
         template = self._template(body.chat_template_kwargs, body.tools if body.tool_choice != "none" else None)
         generation.prompts.check(messages, template)
@@ -291,7 +300,9 @@ class ChatRoutes:
         else:
             check_shape(body.tools or [], Tool, "tools")
             template = self._template(body.chat_template_kwargs, body.tools)
-            messages = template_messages(body.messages or [])
+            given = body.messages or []
+            check_messages(given, self._generation.limits)
+            messages = template_messages(given)
             prompts.check(messages, template)
             job = Conversation(messages=messages, template=template, generate=body.add_generation_prompt is not False)
             (ids,) = (await unless_disconnected(request, prompts.conversation(job))).ids

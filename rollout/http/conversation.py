@@ -18,7 +18,9 @@ import msgspec
 import numpy as np
 
 from rollout.http.errors import NO_JSON, bad, not_served
+from rollout.http.json_cost import check_cost
 from rollout.http.prompts import Messages
+from rollout.http.settings import RequestLimits
 
 MAX_CACHED_TOKENS = 16 << 20
 """token ids of all conversations, 4 bytes each; the least recently used are evicted first"""
@@ -62,11 +64,18 @@ def check_shape(given: list[dict[str, Any]], kind: type[Any], param: str) -> Non
         raise bad(f"{param}: {error}", param) from None
 
 
-def template_messages(messages: Messages) -> Messages:
-    """Return messages as templates expect them: contents as text, arguments of calls as objects. Raises HttpError."""
+def check_messages(messages: Messages, limits: RequestLimits) -> None:
+    """Raise HttpError for messages without the fields of every message, and for arguments that cost too much to decode."""
     if not messages:
         raise bad("messages is empty", "messages")
     check_shape(messages, Message, "messages")
+    arguments = [call["function"].get("arguments") for message in messages for call in message.get("tool_calls") or ()]
+    written = ",".join(each for each in arguments if isinstance(each, str))
+    check_cost(written.encode(errors="replace"), limits, "the arguments of all tool_calls", "messages")
+
+
+def template_messages(messages: Messages) -> Messages:
+    """Return messages as templates expect them: contents as text, arguments of calls as objects. Raises HttpError."""
     return [_template_message(message) for message in messages]
 
 

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.config import nearest
 from rollout.http.errors import NO_JSON, HttpError, bad, response_of
+from rollout.http.json_cost import check_cost
 from rollout.http.settings import RequestLimits
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Endpoints:
     async def _decode(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         """Read a JSON body. Raises HttpError naming the invalid field, and as `_read`."""
         body = await self._read(request)
+        check_cost(body, self._limits, "the body")
         try:
             return decoder.decode(body or b"{}")
         except msgspec.ValidationError as error:

@@ -18,6 +18,10 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_body_bytes: int = 32 << 20
     """of one request"""
+    max_body_structure: int = 1 << 16
+    """arrays, objects, keys, fractions and long numbers in the JSON of one request: they take most of the time to decode it"""
+    max_body_values: int = 1 << 21
+    """values in the JSON of one request, such as token ids"""
     max_buffered_bytes: int = 256 << 20
     """of all bodies being read, and of all prompts waiting to be tokenized"""
     max_connections: int = 4096

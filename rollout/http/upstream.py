@@ -118,7 +118,7 @@ class Upstream:
         except OSError as error:
             raise bad(f"{param}: {error.strerror or error}", param) from None
         except SourceUnreachable as error:
-            raise bad(f"{param}: {error}"[:500], param) from None
+            raise bad(f"{param}: {error.message}", param) from None
         self.saw(refreshed.version)
         return refreshed.version
 

@@ -253,7 +253,7 @@ class CompletionRoutes:
         if len(several) > limits.max_prompts:
             raise bad(f"{len(several)} prompts: at most {limits.max_prompts} in one request (max_prompts)", "prompt")
         for one in several:
-            if isinstance(one, int) or (isinstance(one, list) and not all(type(id) is int for id in one)):
+            if isinstance(one, int) or (isinstance(one, list) and set(map(type, one)) - {int}):
                 raise bad("prompt mixes token ids and prompts: give one kind", "prompt")
         texts = [one for one in several if isinstance(one, str)]
         special = body.add_special_tokens is not False

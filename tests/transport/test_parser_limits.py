@@ -4,8 +4,13 @@ Lines of Python are counted for an input of the largest size and for one of half
 
 from __future__ import annotations
 
+import json
+import shutil
+import struct
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,11 +19,17 @@ import numpy as np
 import pytest
 
 from rollout.engine.scheduling.sequence import kv_at_end
-from rollout.engine.types import Group, Limits, Sample, Sampling
+from rollout.engine.types import Group, Limits, LoraTarget, Sample, Sampling, TensorInfo
+from rollout.fleet.replica_status import read_status
 from rollout.transport import messages as m
 from rollout.transport.checks import NOTHING, check_sample
 from rollout.transport.errors import RolloutError
 from rollout.transport.frames import Decoder
+from rollout.transport.messages import REPLICA_HEADER_BYTES
+from rollout.transport.sockets import check_address
+from rollout.transport.weights import delta
+from rollout.transport.weights.files import METADATA_BYTES, read_folder
+from rollout.transport.weights.manifest import ENTRY_BYTES, pack_manifest, pack_targets, unpack_manifest, unpack_targets
 
 LIMITS = Limits()
 MOST_LINES = 1_000_000
@@ -66,6 +77,67 @@ def spans(kind: str, count: int) -> Callable[[], object]:
     return lambda: check_sample(sample, group, None, NOTHING._replace(vocab_size=9))
 
 
+def status(value: Any, data_bytes: int) -> Callable[[], object]:
+    """A replica's status with so many bytes of a value, as the router reads it."""
+    one = json.dumps(value)
+    count = data_bytes // (len(one) + 1)
+    text = f'{{"groups": 0, "steps": 0, "generated_tokens": 0, "x": [{",".join([one] * count)}]}}'
+    return lambda: read_status(json.loads(text))
+
+
+def folder(entry: str, data_bytes: int) -> Callable[[], object]:
+    """A folder of safetensors whose header has so many bytes of an entry."""
+    entries = ",".join(entry % i for i in range(data_bytes // len(entry)))
+    header = f"{{{entries}}}".encode()
+    where = Path(tempfile.mkdtemp(prefix="rollout-parsers-"))
+    (where / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1))
+
+    def read() -> None:
+        try:
+            read_folder(where, METADATA_BYTES + MANIFEST_ENTRIES * ENTRY_BYTES)
+        finally:
+            shutil.rmtree(where)
+
+    return read
+
+
+def listed(name_bytes: int, count: int) -> Callable[[], object]:
+    """A manifest of so many tensors, each with all dimensions that one may have."""
+    tensors = [TensorInfo(f"{i:0{name_bytes}}", "float32", (1,) * 8, "0" * 32) for i in range(count)]
+    packed = pack_manifest(tensors)
+    return lambda: unpack_manifest(packed, MANIFEST_ENTRIES)
+
+
+def targets(count: int) -> Callable[[], object]:
+    packed = pack_targets([LoraTarget(f"{i:0300}", f"a{i}", f"b{i}", 1.0) for i in range(count)])
+    return lambda: unpack_targets(packed, MANIFEST_ENTRIES)
+
+
+def joins(count: int) -> Callable[[], object]:
+    """A Join whose address is as long as its header allows."""
+    header = {"type": "join", "protocol": m.PROTOCOL, "name": "a", "incarnation": "0" * 32, "pid": 1}
+    header["address"] = "tcp://" + ":" * count
+    data = msgspec.msgpack.encode(header)
+    decoder: Decoder[m.ReplicaMessage] = Decoder(m.ReplicaMessage, LIMITS)
+
+    def read() -> None:
+        message = decoder.unpack([data])
+        assert isinstance(message, m.Join)
+        check_address(message.address)
+
+    return read
+
+
+def slice_of(data_bytes: int) -> Callable[[], object]:
+    """Differences of a slice in which every element has changed."""
+    rng = np.random.default_rng(0)
+    old, new = (rng.integers(0, 255, data_bytes, dtype=np.uint8) for _ in range(2))
+    coded = np.frombuffer(delta.encode(old, new), np.uint8)
+    return lambda: delta.decode(coded[:12].view("<u4"), coded[12:], old)
+
+
+MANIFEST_ENTRIES = 2064
+"""of a model of 1,000 tensors"""
 PARSERS: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
     "header of nested arrays": (lambda n: decoded({"type": "submit", "group_id": [[0]] * n}), 20_000),
     "header of unknown fields": (lambda n: decoded({"type": "hello", **{f"{i}": 0 for i in range(n)}}), 8_000),
@@ -73,6 +145,17 @@ PARSERS: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
     "spans of weights": (lambda n: spans("weights", n), 16_000),
     "spans of KV, by position": (lambda n: spans("positions", n), 16_000),
     "spans of KV, by token": (lambda n: spans("tokens", n), 16_000),
+    "status of a replica, lists": (lambda n: status([], n), REPLICA_HEADER_BYTES),
+    "status of a replica, numbers": (lambda n: status(1, n), REPLICA_HEADER_BYTES),
+    "status of a replica, fractions": (lambda n: status(0.12345678901234567, n), REPLICA_HEADER_BYTES),
+    "header of safetensors": (
+        lambda n: folder('"%x":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1],"data_offsets":[0,1]}', n),
+        METADATA_BYTES + MANIFEST_ENTRIES * ENTRY_BYTES,
+    ),
+    "manifest": (lambda n: listed(900, n), MANIFEST_ENTRIES),
+    "targets of an adapter": (targets, MANIFEST_ENTRIES),
+    "join": (joins, 60_000),
+    "differences of a slice": (slice_of, delta.SLICE_BYTES),
     "spans of KV of a partial sample": (lambda n: lambda: kv_at_end([(0, i, 1) for i in range(n)]), 16_000),
 }
 

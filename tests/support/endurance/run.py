@@ -226,8 +226,7 @@ class Phase:
                 self.account.found("leaks", f"{growth.who}: {growth.more:+.1f} {growth.what}, {growth.per_hour:+.1f} an hour")
 
     def show_memory(self) -> None:
-        """Print what each process held, at a few times of its life, of those that lived for long, and what the router held more at
-        its end than at birth."""
+        """Print what each process held, at a few times of its life, of those that lived for long."""
         print(f"  router at its end, descriptors more than at birth: {self.more_fds}")
         for who, series in self.watcher.series.items():
             some = series[:: max(1, len(series) // 12)]
@@ -267,12 +266,12 @@ class Phase:
                 not clients
                 and not running
                 and not status["service"]["parked_groups"]
-                and self.fds_left <= leaks.LEFT_FDS
+                and more.total() <= leaks.LEFT_FDS
                 and back
             ):
                 return
             replicas = {each["name"]: each["state"] for each in status["replicas"]}
-            left = f"clients {clients}, {running}, replicas {replicas}, {more.total()} descriptors more than at birth: {self.more_fds}"
+            left = f"clients {clients}, {running}, replicas {replicas}, descriptors more than at birth: {self.more_fds}"
             time.sleep(1.0)
         self.account.found("leaks", f"after the end there is left: {left}")
 
