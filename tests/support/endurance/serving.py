@@ -66,7 +66,7 @@ class Router:
         text = (self.folder / f"service{life}.log").read_text(errors="replace")
         if f"replica joins name={OTHER} " not in text:
             return None
-        return any(f"name={OTHER} " in line and "configuration differs" in line for line in text.splitlines())
+        return any(f"name={OTHER} " in line and ", configuration '" in line for line in text.splitlines())
 
     def excuse(self) -> None:
         """Let the router tell of errors from here on: its disk is full."""
