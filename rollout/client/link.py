@@ -103,8 +103,7 @@ class Link:
         budget: maximum tokens of sent groups, see `RolloutClient`.
         resubmit: submit open groups again to a service that lost them.
         capabilities: for Hello, besides DIGESTS.
-        alone: for Hello, see `Hello.alone`.
-        header_bytes: of the first frame of a message, see `answer_limits`.
+        alone, header_bytes: see `Hello.alone`, and `answer_limits`.
         clock: seconds, as time.monotonic."""
 
     def __init__(
@@ -124,10 +123,8 @@ class Link:
         self.welcome: m.Welcome | None = None
         """of the current incarnation"""
         self.calls = CallQueue(transport.wake)
-        self._transport = transport
-        self._header_bytes = header_bytes
+        self._transport, self._header_bytes, self._clock = transport, header_bytes, clock
         self._timing = timing = LinkTiming() if timing is None else timing
-        self._clock = clock
         self.session = session
         self._hello_fields = name, (m.DIGESTS, *capabilities), alone
         self._resubmit = resubmit

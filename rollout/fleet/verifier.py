@@ -56,7 +56,8 @@ class Verification:
 
 
 Decision = Literal["deliver", "hold", "again"]
-"""a child is delivered now, or after its verdict, or is generated again on a trusted replica"""
+"""a child is delivered now, or after its verdict, or is generated again on a trusted replica: one that streams, whose client
+has tokens already, only if its owner has too many without a verdict"""
 
 
 class Judged(NamedTuple):
@@ -149,7 +150,7 @@ class Verifier:
             return "deliver"
         if unclear and trusted:
             self._count("unverifiable", [held])
-            return "again"
+            return "again" if too_many or not one.group.sampling.stream_every else "deliver"
         if self._held_tokens + held.tokens > MOST_TOKENS:
             self._skip([held], f"{self._held_tokens} tokens wait to be verified")
             return "deliver"
@@ -281,7 +282,8 @@ class Verifier:
             self._skip([held], ABORTED)
             return Judged(held)
         self._count("verified" if verdict.ok else "unverifiable", [held])
-        return Judged(held, verified=verdict.ok is True, again=verdict.ok is None)
+        again = verdict.ok is None and not held.one.group.sampling.stream_every
+        return Judged(held, verified=verdict.ok is True, again=again)
 
     def _end(self, check: Check) -> None:
         self._checks[check.replica].remove(check)

@@ -387,6 +387,17 @@ def test_a_child_that_was_moved_accuses_who_made_the_wrong_token() -> None:
         assert fleet.replicas.by_name["r2"].state.value == "serving"
 
 
+@pytest.mark.parametrize(("stream_every", "decision"), [(0, "again"), (8, "deliver")])
+def test_a_child_whose_tokens_its_client_has_is_not_generated_again(stream_every: int, decision: str) -> None:
+    """After a refresh it would have others, and its client would not believe the service. The control streams nothing."""
+    with trusting() as (fleet, _):
+        one = OpenGroup.of(group(1, stream_every=stream_every), "", 0.0)
+        fleet.submit(group(2))
+        sample = REPLACE(next(iter(collect(fleet, 4).values())), weight_versions=[(0, 0), (1, 1)])
+        owner = fleet.replicas.by_name["r1"].owner
+        assert fleet._groups._verifier.decide(one, sample, [(0, owner)], 1) == decision
+
+
 class Streamed(msgspec.Struct):
     known: list[int]
 
