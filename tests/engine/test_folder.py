@@ -347,7 +347,8 @@ def test_what_a_cast_rounds_is_said_with_its_size(tmp_path: Path, caplog: pytest
         engine.refresh(model)
         engine.refresh(model)
         (said,) = warned(caplog)
-        assert said.startswith("weights were rounded at='refresh version=1' ") and f"{name} (float32 to bfloat16, by up to {change:.2g})" in said
+        assert said.startswith("weights were rounded at='refresh version=1' ")
+        assert f"{name} (float32 to bfloat16, by up to {change:.2g})" in said
         caplog.clear()
         engine.refresh(copy.deepcopy(loaded))
         assert not warned(caplog)

@@ -71,7 +71,9 @@ def spans(kind: str, count: int) -> Callable[[], object]:
     kv = {"weights": [], "positions": [(0, i, 1) for i in range(count)], "tokens": [(i, i % 2, i % 2) for i in range(count)]}[
         kind
     ]
-    columns = dict(token_ids=tokens, logprobs=np.full(count, -1, np.float32), weight_versions=versions, kv_versions=kv)
+    columns: dict[str, Any] = dict(
+        token_ids=tokens, logprobs=np.full(count, -1, np.float32), weight_versions=versions, kv_versions=kv
+    )
     sample = Sample(group_id="g", index=0, prompt_tokens=count, seed=1, finish_reason="length", **columns)
     group = Group("g", np.zeros(count, np.int32), Sampling(n=1, max_tokens=count, seed=1, max_kv_lag=9))
     return lambda: check_sample(sample, group, None, NOTHING._replace(vocab_size=9))
