@@ -85,7 +85,11 @@ class Kind(Enum):
     ONE = "one"
 
 
-@pytest.mark.parametrize("value", [torch.float32, Kind.ONE, {"a", "b"}, ("a", 1), {"x": [torch.int8]}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [torch.float32, Kind.ONE, {"a", "b"}, ("a", 1), {"x": [torch.int8]}],
+    ids=["dtype", "enum", "set", "tuple", "dictionary"],
+)
 def test_a_field_of_any_of_these_types_has_one_spelling(value: Any) -> None:
     config = tiny("llama").config
     config.of_a_kind = value
