@@ -28,7 +28,7 @@ from rollout.transport.frames import Decoder
 from rollout.transport.messages import REPLICA_HEADER_BYTES
 from rollout.transport.sockets import check_address
 from rollout.transport.weights import delta
-from rollout.transport.weights.files import METADATA_BYTES, read_folder
+from rollout.transport.weights.files import METADATA_BYTES, OTHER_TENSORS, read_folder
 from rollout.transport.weights.manifest import ENTRY_BYTES, pack_manifest, pack_targets, unpack_manifest, unpack_targets
 
 LIMITS = Limits()
@@ -96,7 +96,7 @@ def folder(entry: str, data_bytes: int) -> Callable[[], object]:
 
     def read() -> None:
         try:
-            read_folder(where, METADATA_BYTES + MANIFEST_ENTRIES * ENTRY_BYTES)
+            read_folder(where, METADATA_BYTES + MANIFEST_ENTRIES * ENTRY_BYTES, OTHER_TENSORS + 2 * MANIFEST_ENTRIES)
         finally:
             shutil.rmtree(where)
 

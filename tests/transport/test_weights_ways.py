@@ -23,7 +23,7 @@ from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
 from rollout.transport.weights.automatic import choose
 from rollout.transport.weights.ends import Sender
-from rollout.transport.weights.files import MAX_HEADER_BYTES, FilesOffer, describe_folder, read_folder
+from rollout.transport.weights.files import MAX_HEADER_BYTES, OTHER_TENSORS, FilesOffer, describe_folder, read_folder
 from rollout.transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
 from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
 from rollout.transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
@@ -406,3 +406,14 @@ def test_a_fifo_does_not_hang_the_service(tmp_path: Path) -> None:
 
 def test_inline_needs_no_offer() -> None:
     assert isinstance(open_payload(InlineOffer(), MANIFEST, 10, SegmentView()), InlinePayload)
+
+
+def test_a_folder_has_few_tensors_beside_those_that_were_announced(tmp_path: Path) -> None:
+    """However short their entries: each costs the loop microseconds."""
+    announced = {f"a{i}": torch.zeros(1) for i in range(64)}
+    save_file(announced, tmp_path / "model.safetensors")
+    manifest = describe_folder(tmp_path)
+    save_file(announced | {f"x{i:x}": torch.zeros(0) for i in range(OTHER_TENSORS + 65)}, tmp_path / "model.safetensors")
+    assert len(read_folder(tmp_path)) == OTHER_TENSORS + 129
+    with pytest.raises(InvalidRequest, match=f"{OTHER_TENSORS + 129} tensors: at most {OTHER_TENSORS + 128} here"):
+        open_payload(FilesOffer(str(tmp_path)), manifest, 0, SegmentView())

@@ -44,6 +44,8 @@ MAX_HEADER_BYTES = 1 << 24
 """of a file: the names of a hundred thousand tensors. The format allows 100 MB, which take seconds to parse"""
 METADATA_BYTES = 1 << 16
 """that a service allows in headers beside the tensors of the manifest"""
+OTHER_TENSORS = 2048
+"""that a folder may have beside the tensors of the manifest and as many again"""
 Length = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 READ_BYTES = 4 << 20
 
@@ -80,10 +82,16 @@ class Span(NamedTuple):
     size: int
 
 
-def read_folder(folder: Path, header_bytes: int | None = None) -> dict[str, Span]:
+def read_folder(folder: Path, header_bytes: int | None = None, tensors: int = MAX_HEADER_BYTES) -> dict[str, Span]:
     """Find every tensor of the model in a folder: in the files of its index, in model.safetensors, or else in all
-    *.safetensors. header_bytes: most that the headers of all files, and the index, may have; None: MAX_HEADER_BYTES each, and
-    MAX_INDEX_BYTES. Raises SourceUnreachable, InvalidRequest naming file and tensor."""
+    *.safetensors.
+
+    Args:
+        header_bytes: most that the headers of all files, and the index, may have; None: MAX_HEADER_BYTES each, and
+            MAX_INDEX_BYTES.
+        tensors: most that all files may have.
+
+    Raises SourceUnreachable, InvalidRequest naming file and tensor."""
     if not folder.is_absolute():
         raise InvalidRequest(f"folder {str(folder)!r}: give an absolute path")
     try:
@@ -98,7 +106,7 @@ def read_folder(folder: Path, header_bytes: int | None = None) -> dict[str, Span
     found: list[tuple[str, Span]] = []
     left = len(checkpoint.files) * MAX_HEADER_BYTES if header_bytes is None else header_bytes
     for path in checkpoint.files:
-        length, spans = _read_header(path, left)
+        length, spans = _read_header(path, left, tensors - len(found))
         left -= length
         found += spans
     try:
@@ -108,8 +116,8 @@ def read_folder(folder: Path, header_bytes: int | None = None) -> dict[str, Span
     return dict(found)
 
 
-def _read_header(path: Path, most: int) -> tuple[int, list[tuple[str, Span]]]:
-    """Return the length of a file's header, and the tensors in it."""
+def _read_header(path: Path, most: int, tensors: int) -> tuple[int, list[tuple[str, Span]]]:
+    """Return the length of a file's header, of at most `most` bytes, and the tensors in it, at most `tensors`."""
     fd = _open(path)
     try:
         size = os.fstat(fd).st_size
@@ -122,8 +130,10 @@ def _read_header(path: Path, most: int) -> tuple[int, list[tuple[str, Span]]]:
             )
         try:
             header = _header.decode(os.pread(fd, length, 8))
-            entries = [(name, raw) for name, raw in header.items() if name != "__metadata__"]
-            return length, [(name, _span(path, _entry.decode(raw), 8 + length, size)) for name, raw in entries]
+            header.pop("__metadata__", None)
+            if len(header) > tensors:
+                raise ValueError(f"{len(header)} tensors: at most {tensors} here, by the tensors that were announced")
+            return length, [(name, _span(path, _entry.decode(raw), 8 + length, size)) for name, raw in header.items()]
         except (ValueError, KeyError, RecursionError) as error:
             raise InvalidRequest(f"{path} is not a safetensors file: {type(error).__name__}: {str(error)[:200]}") from None
     finally:
@@ -180,7 +190,8 @@ def describe_folder(folder: Path) -> list[TensorInfo]:
 
 def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:
     """Find the tensors of the manifest. Raises SourceUnreachable, InvalidRequest if the folder does not match it."""
-    spans = read_folder(Path(offer.folder), METADATA_BYTES + len(manifest) * ENTRY_BYTES)
+    listed = len(manifest)
+    spans = read_folder(Path(offer.folder), METADATA_BYTES + listed * ENTRY_BYTES, OTHER_TENSORS + 2 * listed)
     for info in manifest:
         span = spans.get(info.name)
         if span is None or (span.dtype, span.shape) != (info.dtype, info.shape):
