@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import threading
+import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,12 +19,25 @@ from rollout.engine.types import Refreshed, Served, manifest_digest
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, RolloutError, WeightsRefused
 from rollout.transport.frames import Decoder, Frame, pack
+from rollout.transport.weights.delta import WIDTHS
 from rollout.transport.weights.manifest import unpack_manifest
 
 LEASE_S = 30.0
 WINDOW_BYTES = 64 << 20
 MOST_TENSORS = 1_000_000
 """of a manifest"""
+
+
+class StagedOffline(NamedTuple):
+    """Weights that a refresh would make live."""
+
+    version: int
+    digest: str
+    adapter: bool
+    bytes: int
+    """of the tensors that were offered"""
+    began: float
+    """time.monotonic"""
 
 
 class OfflineEnd:
@@ -47,8 +62,8 @@ class OfflineEnd:
         self._live = Served(recorded.version, recorded.digest)
         self._base = ""
         """digest of the weights without an adapter, as far as this client has sent them"""
-        self._staged: dict[str, tuple[int, str, bool]] = {}
-        """version, digest and whether it is an adapter, by push id"""
+        self._staged: dict[str, StagedOffline] = {}
+        """by push id"""
         self._decoder: Decoder[Any] = Decoder(m.ClientMessage, recorded.limits)
         self._changed = threading.Condition()
         self._answers: deque[list[Frame]] = deque()
@@ -96,12 +111,8 @@ class OfflineEnd:
             case m.StatusRequest(request_id=number) | m.WeightsRequest(request_id=number):
                 status = {"state": "offline", "version": live.version, "digest": live.digest, "metrics": {}}
                 return m.StatusReply(number, json.dumps(status).encode())
-            case m.Control(request_id=number) | m.Wake(request_id=number):
-                return m.Done(number)
-            case m.Sleep(request_id=number):
-                return m.Asleep(number, 0)
-            case m.Replicas() | m.Share():
-                raise InvalidRequest("offline: this client has no service")
+            case m.Control() | m.Sleep() | m.Wake() | m.Replicas() | m.Share():
+                raise InvalidRequest("offline: this client has no service to control; leave this call out without one")
             case m.Submit():
                 raise GroupFailed("offline: this client has no service that computes")
             case _:
@@ -110,43 +121,46 @@ class OfflineEnd:
     def _refresh(self, message: Any) -> msgspec.Struct | None:
         match message:
             case m.Begin(request_id=number, push_id=push):
-                version, digest = self._begun(message)
-                self._staged[push] = version, digest, message.adapter is not None
-                return m.Lease(number, version, LEASE_S, WINDOW_BYTES)
+                staged = self._staged[push] = self._begun(message)
+                return m.Lease(number, staged.version, LEASE_S, WINDOW_BYTES)
             case m.Chunk(request_id=number) | m.Prepare(request_id=number):
                 return m.Staged(number)
             case m.Commit(request_id=number, push_id=push):
                 if push not in self._staged:
                     raise WeightsRefused("this refresh has not begun, or was abandoned")
-                return m.Applied(number, self._committed(*self._staged.pop(push)))
+                return m.Applied(number, self._committed(self._staged.pop(push)))
             case m.Abandon(request_id=number, push_id=push):
                 self._staged.pop(push, None)
                 return m.Done(number)
         return None
 
-    def _begun(self, begin: m.Begin) -> tuple[int, str]:
-        """Return version and digest of the weights after a refresh. Raises WeightsRefused for one that was not recorded."""
+    def _begun(self, begin: m.Begin) -> StagedOffline:
+        """Return the weights after a refresh. Raises WeightsRefused for one that was not recorded."""
         live = self._live
         version = live.version + 1 if begin.version is None else begin.version
         if version <= live.version:
             raise WeightsRefused(f"version {version} is not above the live one, {live.version}")
         adapter = None if begin.adapter is None else (sha(begin.adapter), begin.base)
-        manifest = manifest_digest(unpack_manifest(begin.manifest, MOST_TENSORS))
+        tensors = unpack_manifest(begin.manifest, MOST_TENSORS)
+        manifest = manifest_digest(tensors)
         data = self._memo.get(refresh_name(self._welcome, manifest, begin.partial, adapter, live.digest + self._base))
         if data is None:
             raise WeightsRefused(
                 f"offline: these weights (version {version}, after {live.digest[:16]}…) were never live while the memo "
                 "recorded: the run diverged from the recorded one before this refresh"
             )
-        return version, data.decode()
+        size = sum(math.prod(info.shape) * WIDTHS[info.dtype] for info in tensors)
+        return StagedOffline(version, data.decode(), begin.adapter is not None, size, time.monotonic())
 
-    def _committed(self, version: int, digest: str, adapter: bool) -> Refreshed:
-        """Make weights live."""
-        self._live = Served(version, digest)
-        self._base = self._base if adapter else digest
+    def _committed(self, staged: StagedOffline) -> Refreshed:
+        """Make weights live. Nothing was sent, and nothing paused."""
+        self._live = Served(staged.version, staged.digest)
+        self._base = self._base if staged.adapter else staged.digest
+        seconds = time.monotonic() - staged.began
         return Refreshed(
-            version=version, via="memory", bytes=1, seconds=0.0, staged_seconds=0.0, paused_seconds=0.0, digest=digest
-        )
+            version=staged.version, via="memory", bytes=staged.bytes, seconds=seconds, staged_seconds=seconds,
+            paused_seconds=0.0, digest=staged.digest,
+        )  # fmt: skip
 
 
 class RefreshRecorder:
@@ -157,10 +171,17 @@ class RefreshRecorder:
         self._base = ""
         """as `OfflineEnd._base`"""
 
-    def applied(self, info: m.Welcome, before: Served, begin: m.Begin, manifest: str, digest: str) -> None:
-        """Store a refresh. before: the live weights when it began; manifest: its digest; digest: of the weights after it."""
+    def applied(self, info: m.Welcome, before: Served | None, begin: m.Begin, manifest: str, digest: str) -> None:
+        """Store a refresh, unless it depends on weights before it that are unknown.
+
+        Args:
+            before: the live weights to which it was applied; None: another client may have changed them.
+            manifest: digest of what was sent.
+            digest: of the weights after it."""
         adapter = None if begin.adapter is None else (sha(begin.adapter), begin.base)
-        self._memo.keep(refresh_name(info, manifest, begin.partial, adapter, before.digest + self._base), digest.encode())
+        if before is not None or not (begin.partial or adapter):
+            known = "" if before is None else before.digest + self._base
+            self._memo.keep(refresh_name(info, manifest, begin.partial, adapter, known), digest.encode())
         self._base = self._base if begin.adapter is not None else digest
 
 

@@ -94,8 +94,9 @@ class RefreshRequest(NamedTuple):
 class RefreshObserver(Protocol):
     """Takes note of the refreshes of a client that are live."""
 
-    def applied(self, info: m.Welcome, before: Served, begin: m.Begin, manifest: str, digest: str) -> None:
-        """Take a refresh. before: the live weights when it began; manifest: its digest; digest: of the weights after it."""
+    def applied(self, info: m.Welcome, before: Served | None, begin: m.Begin, manifest: str, digest: str) -> None:
+        """Take a refresh. before: the live weights to which it was applied, None: unknown; manifest: its digest; digest: of the
+        weights after it."""
 
 
 class WeightSender:
@@ -234,7 +235,9 @@ class RefreshTransaction:
         except ValueError as error:
             raise NotBelieved(f"the service sent an impossible answer: {error}") from None
         if self._observer is not None and info is not None:
-            self._observer.applied(info, before, m.Begin(0, *fields), whole, applied.refreshed.digest)
+            # of another client's refresh this one may not know yet: only the next version leaves no room for it
+            is_next = applied.refreshed.version == before.version + 1 and self._link.welcome is info
+            self._observer.applied(info, before if is_next else None, m.Begin(0, *fields), whole, applied.refreshed.digest)
         return applied.refreshed
 
     def _raise_cause(self, error: SourceUnreachable, committed: Future[m.Applied]) -> None:

@@ -23,6 +23,7 @@ from rollout.client import memo as memo_module
 from rollout.client.api import RolloutClient
 from rollout.client.memo import Memo, NotMemoised, name_of
 from rollout.client.memo_folder import HEAD, MAGIC, MARKER, MemoFolder
+from rollout.client.memo_offline import RefreshRecorder
 from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, Served
 from rollout.identity import result_digest
 from rollout.transport import messages as m
@@ -593,6 +594,7 @@ def test_entries_are_read_within_the_limits_of_their_service() -> None:
 WRITER = """
 import sys
 from pathlib import Path
+from rollout.client.memo_offline import RefreshRecorder
 from rollout.client.memo_folder import MemoFolder
 
 store = MemoFolder(Path(sys.argv[1]), 1 << 20)
@@ -633,8 +635,9 @@ def test_a_client_without_a_service_answers_hits_alone(folder: Path) -> None:
             with pytest.raises(WeightsRefused, match="diverged from the recorded one"):
                 client.refresh(tensors_of(77), version=4)
             assert client.status()["state"] == "offline"
-            client.pause()
-            client.resume()
+            for control in (client.pause, client.resume, client.drain, client.abort_all, client.sleep, client.wake):
+                with pytest.raises(InvalidRequest, match="offline: this client has no service to control"):
+                    control()
 
     async def main() -> None:
         async with AsyncRolloutClient(memo=folder) as client:
@@ -660,6 +663,42 @@ def test_parts_of_weights_are_repeated_offline(folder: Path) -> None:
         assert run(client) == right
         with pytest.raises(WeightsRefused, match="diverged"):
             client.refresh(part, version=9, partial=True)  # after other weights
+
+
+def test_a_refresh_offline_says_what_would_have_been_sent(folder: Path) -> None:
+    with serving(HashEngine()) as service, RolloutClient(service.endpoint, memo=folder) as client:
+        online = client.refresh(tensors_of(1), version=1)
+    with RolloutClient(memo=folder) as client:
+        offline = client.refresh(tensors_of(1), version=1)
+    assert (offline.version, offline.digest) == (online.version, online.digest)
+    assert offline.bytes == sum(tensor.nbytes for tensor in tensors_of(1).values()) and offline.seconds > 0
+
+
+def test_parts_that_another_client_may_have_come_before_are_not_recorded(folder: Path) -> None:
+    """Their weights would be stored as those after the ones that this client has heard of. Whole weights depend on none."""
+    memo, part = Memo(folder), np.zeros(0, np.uint8)
+    recorder = RefreshRecorder(memo)
+    for number, (before, is_part, kept) in enumerate([(None, True, 0), (None, False, 1), (LIVE, True, 2)]):
+        begin = m.Begin(0, "p", part, {}, 4, is_part, "recompute", None, None)
+        recorder.applied(INFO, before, begin, f"{number}" * 64, "e" * 64)
+        assert len(memo._unwritten) + len(memo.folder) >= kept
+        until(lambda: not memo._unwritten, "it is written", WAIT)
+        assert len(memo.folder) == kept
+    memo.close()
+
+
+def test_a_part_is_recorded_only_after_the_version_before_it(folder: Path) -> None:
+    """Between version 1 and 5 another client may have sent some."""
+    new, sampling = tiny("llama", seed=1), Sampling(max_tokens=6, seed=1)
+    part = {"lm_head.weight": tiny("llama", seed=2).state_dict()["lm_head.weight"]}
+    with serving(tiny_engine(model=tiny("llama"))) as service, RolloutClient(service.endpoint, memo=folder) as client:
+        client.refresh(new, version=1)
+        client.refresh(part, version=5, partial=True)
+        client.submit([5, 6], sampling).result(WAIT)
+    with RolloutClient(memo=folder) as client:
+        client.refresh(new, version=1)
+        with pytest.raises(WeightsRefused, match="diverged"):
+            client.refresh(part, version=5, partial=True)
 
 
 WITHOUT_TORCH = """
