@@ -353,7 +353,11 @@ def test_honest_replicas_of_a_real_model_raise_no_alarm(model: Any) -> None:
             long.result(WAIT)
             all_ways()
             about = client.status()["fleet"]
-    assert about["verified"] > 60 and about["unverifiable"] > 0 and (about["lies"], about["bans"]) == (0, [])
+    assert (
+        about["verified"] > 60
+        and about["unverifiable"] + about["verify_skipped"] > 0
+        and (about["lies"], about["bans"]) == (0, [])
+    )
 
 
 # whose tokens
