@@ -290,11 +290,13 @@ def test_a_turn_that_may_read_older_kv_is_computed(folder: Path) -> None:
 
 
 def test_a_service_that_has_other_weights_as_the_same_version(folder: Path) -> None:
-    engine = HashEngine()
+    engine, told = HashEngine(), threading.Event()
+    step = engine.step
+    engine.step = lambda: step() if told.wait(WAIT) else []  # type: ignore[method-assign]
     with serving(engine) as service, RolloutClient(service.endpoint, memo=folder) as client:
         link = client._session.link
-        group = client.submit(*asked(1, max_tokens=9000))
-        link.calls.put(lambda _: link.weights.add(Served(0, "f" * 64)), None)  # as after a restart
+        group = client.submit(*asked(1))
+        link.calls.put(lambda _: (link.weights.add(Served(0, "f" * 64)), told.set()), None)  # as after a restart
         group.result(WAIT)
         assert client.memo is not None and len(client.memo.folder) <= 1 and counts(client) == (0, 1, 0)
         client.require_version = 1
