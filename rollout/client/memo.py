@@ -25,7 +25,7 @@ import msgspec
 from rollout.client.handle import OpenHandle
 from rollout.client.memo_folder import WELCOME, MemoFolder
 from rollout.engine.types import Group, Limits, Sample, Served
-from rollout.identity import BATCH, COMPUTED_BY, Role, computed_by, drawn_by, given_digest, numbered, prompt_digest
+from rollout.identity import BATCH, COMPUTED_BY, Role, computed_by, drawn_by, given_digest, numbered, prompt_digest, unnumbered
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import Bounds, check_sample
@@ -242,7 +242,7 @@ def name_of(group: Group, info: m.Welcome, live: Served, turn_at: int | None) ->
     fields = (
         FORMAT, [getattr(info, name) for name in computed_by(sampling)], live.digest, prompt_digest(group.prompt),
         sorted(_plain(numbered(drawn, DRAWS)).items()), sorted(numbered(sampling, RETURNS).items()),
-        sampling.n if group.indices is None else None, group.indices, group.score, given_digest(_given(group)),
+        sampling.n if group.indices is None else None, group.indices, group.score, given_digest(unnumbered(group.partials)),
     )  # fmt: skip
     digest = hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()
     return f"{live.digest[:PREFIX]}-{fields[3][:PREFIX]}-{digest[:DIGITS]}"
@@ -286,11 +286,6 @@ def _refuse(group: Group, info: m.Welcome, live: Served, turn_at: int | None) ->
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
         raise NotMemoised(why)
-
-
-def _given(group: Group) -> list[Any]:
-    """Return the given children without the numbers of their versions, which are the live one's, or are not read."""
-    return [msgspec.structs.replace(child, weight_versions=[], kv_versions=[]) for child in group.partials]
 
 
 def _plain(fields: dict[int, Any]) -> dict[int, Any]:

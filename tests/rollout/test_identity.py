@@ -344,5 +344,8 @@ def test_arrays_of_given_children_are_part_of_the_identity() -> None:
         replace(child, logprobs=np.array([0, -1], np.float32)), replace(child, weight_versions=[(0, 1)]),
         replace(child, kv_versions=[(0, 0, 0)]), replace(child, raw_logprobs=np.zeros(2, np.float32)),
     ]  # fmt: skip
+    renumbered = msgspec.structs.replace(child, weight_versions=[(0, 99)])
+    same = [identity.given_digest(identity.unnumbered([each])) for each in (child, renumbered)]
+    assert same[0] == same[1] and identity.given_digest([child]) != identity.given_digest([renumbered])
     digests = {identity.given_digest([each]) for each in (child, *others)}
     assert len(digests) == 1 + len(others) and identity.given_digest([]) == ""
