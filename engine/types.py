@@ -835,8 +835,8 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
         top_ids: [tokens, k] int32, if `Sampling.top_logprobs` = k: the most probable tokens of the distribution from which each
             token was sampled, most probable first, lower id first among equals; -1 where fewer than k tokens could be sampled.
         top_logprobs: [tokens, k] float32: their log-probs, as in `logprobs`; -inf where the id is -1.
-        ranks: of each scored token, if `Sampling.top_logprobs`: 1 + the number of tokens with a larger logit. Empty if the
-            tokens were sampled.
+        ranks: [tokens] int32 of scored tokens, if `Sampling.top_logprobs`: 1 + the number of tokens with a larger logit. None
+            if the tokens were sampled.
         routed_experts: [tokens, layers with experts, experts chosen] uint8, or uint16 above 256 experts, if
             `Sampling.routed_experts`: row i has the choices at the position whose logits token i was sampled from, which is
             the one before it. In the router's order.
@@ -866,7 +866,7 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
     stopped_by: str | None = None
     text_end: int | None = None
     prompt_routed_experts: np.ndarray | None = None
-    ranks: list[int] = []
+    ranks: np.ndarray | None = None
     configuration: str = ""
 
     def __repr__(self) -> str:
@@ -887,8 +887,8 @@ class Sample(TokenColumns, frozen=True, kw_only=True, eq=False, omit_defaults=Tr
         return np.concatenate([self.prompt_routed_experts, self.routed_experts])
 
     def _arrays(self) -> list[tuple[str, np.ndarray]]:
-        own = super()._arrays()
-        return own if self.prompt_routed_experts is None else [*own, ("prompt_routed_experts", self.prompt_routed_experts)]
+        more = [(name, getattr(self, name)) for name in ("prompt_routed_experts", "ranks")]
+        return super()._arrays() + [(name, array) for name, array in more if array is not None]
 
 
 def html_table(samples: Iterable[Sample]) -> str:

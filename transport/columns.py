@@ -150,11 +150,11 @@ def pack_samples(group_ids: Sequence[str], samples: Sequence[Sample]) -> Samples
                 sample.text_end,
                 None if sample.prompt_routed_experts is None else len(sample.prompt_routed_experts),
                 sample.kv_versions,
-                sample.ranks,
             )
             for group_id, sample in zip(group_ids, samples, strict=True)
         ],
         prompt_routes=None if not prompts else route_frames(np.concatenate(prompts)),
+        ranks=_packed_ranks(samples),
         **_packed_arrays(samples),
     )
 
@@ -178,13 +178,30 @@ def unpack_samples(done: SamplesDone) -> list[Sample]:
             text_end=child.text_end,
             prompt_routed_experts=routes,
             kv_versions=child.kv_versions,
-            ranks=child.ranks,
+            ranks=ranks,
             **columns,
         )
-        for child, columns, routes in zip(
-            done.ended, _cut(done, [child.tokens for child in done.ended]), prompt_routes, strict=True
+        for child, columns, routes, ranks in zip(
+            done.ended, _cut(done, [child.tokens for child in done.ended]), prompt_routes, _ranks_of(done), strict=True
         )
     ]
+
+
+def _packed_ranks(samples: Sequence[Sample]) -> np.ndarray | None:
+    """Lay ranks end to end, [T] int32; None: no sample has any."""
+    if all(sample.ranks is None for sample in samples):
+        return None
+    none = [np.zeros(len(sample.token_ids), np.int32) for sample in samples]
+    return np.concatenate([each if sample.ranks is None else sample.ranks for sample, each in zip(samples, none, strict=True)])
+
+
+def _ranks_of(done: SamplesDone) -> list[np.ndarray | None]:
+    """Return the ranks of each child's tokens, as views."""
+    if done.ranks is None:
+        return [None] * len(done.ended)
+    ends = np.cumsum([child.tokens for child in done.ended]).tolist()
+    parts = [done.ranks[end - child.tokens : end] for child, end in zip(done.ended, ends, strict=True)]
+    return [part if part.any() else None for part in parts]
 
 
 def _check_samples(done: SamplesDone) -> list[np.ndarray | None]:
@@ -192,7 +209,9 @@ def _check_samples(done: SamplesDone) -> list[np.ndarray | None]:
     ProtocolError."""
     groups = len(done.group_ids)
     try:
-        _check_arrays(done, sum(child.tokens for child in done.ended))
+        _check_arrays(done, tokens := sum(child.tokens for child in done.ended))
+        if done.ranks is not None and (done.ranks.dtype != np.int32 or done.ranks.shape != (tokens,)):
+            raise ValueError(f"ranks is {done.ranks.dtype} {done.ranks.shape}: must be int32 [{tokens}]")
         prompt_routes = _prompt_routes(done)
     except ValueError as error:
         raise ProtocolError(f"samples: {error}") from None

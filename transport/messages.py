@@ -341,7 +341,6 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     prompt_routes: Annotated[int, msgspec.Meta(ge=0)] | None
     """number of its rows in `SamplesDone.prompt_routes`; None: it has none"""
     kv_versions: list[tuple[int, int, int]] = []
-    ranks: list[int] = []
 
 
 class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_unknown_fields=True):
@@ -364,6 +363,8 @@ class SamplesDone(msgspec.Struct, frozen=True, eq=False, tag="samples", forbid_u
     """[T, k] int32"""
     top_logprobs: np.ndarray | None = None
     """[T, k] float32"""
+    ranks: np.ndarray | None = None
+    """[T] int32, 0 for tokens of children without ranks"""
     routed_experts: list[np.ndarray] | None = None
     """[T, layers, chosen] uint8 or uint16, in frames as in PackedChildren"""
     prompt_routes: list[np.ndarray] | None = None

@@ -429,7 +429,7 @@ class Sequence:
             offloads=self.offloads,
             seed=self.state.seed,
             prompt_routed_experts=self.state.take_prompt_routes(),
-            ranks=[] if self.tracked is None else self.tracked.ranks,
+            ranks=np.array(self.tracked.ranks, np.int32) if self.tracked is not None and self.tracked.ranks else None,
             **({} if self.tracked is None else self.tracked.columns() | self.tracked.stopped(reason, self.output)),
         )
 

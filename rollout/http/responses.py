@@ -219,7 +219,7 @@ def prompt_logprobs(score: Sample | None, name: Callable[[int], str], most: int)
     rows: list[dict[str, Any] | None] = [None]
     if score is None:
         return rows
-    own_ranks: list[int | None] = [*score.ranks] or [None] * len(score.token_ids)
+    own_ranks: list[int | None] = [None] * len(score.token_ids) if score.ranks is None else score.ranks.tolist()
     columns = zip(score.token_ids.tolist(), score.logprobs.tolist(), own_ranks, top_tokens(score, most), strict=True)
     for id, logprob, own_rank, top in columns:
         ranks: dict[int, int | None] = {id: own_rank} | {one: rank for rank, (one, _) in enumerate(top, 1)}

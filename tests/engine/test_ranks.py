@@ -60,7 +60,8 @@ def test_scored_prompts_tell_ranks(tiny_service: str) -> None:
     with RolloutClient(tiny_service) as client:
         (top,), (none,) = (client.score([prompt], [[tokens]], Sampling(top_logprobs=k))[0] for k in (20, 0))
         (drawn,) = client.submit(prompt, Sampling(top_logprobs=3, max_tokens=4)).result(60)
-    assert len(top.ranks) == len(tokens) and not none.ranks and not drawn.ranks
+    assert top.ranks.shape == (len(tokens),) and top.ranks.dtype == np.int32 and none.ranks is None and drawn.ranks is None
+    assert top.nbytes == top.token_ids.nbytes * 3 + top.top_ids.nbytes * 2 and top.to_dict()["ranks"] == top.ranks.tolist()
     assert any(rank > 20 for rank in top.ranks), "those that the most probable ones do not tell"
     for id, rank, ids in zip(tokens, top.ranks, top.top_ids.tolist(), strict=True):
         assert (ids.index(id) + 1 if id in ids else None) in (rank, None) and (id in ids) == (rank <= 20)

@@ -205,6 +205,18 @@ def chunk(**fields: Any) -> TokenChunk:
     return TokenChunk(**{"index": 0, "first": 5, "seed": 7, **tokens, **fields})
 
 
+@pytest.mark.parametrize("ranks", [[1], [1, 0], [1, 101], [-1, 2], [1, 2, 3], []])
+def test_ranks_are_those_of_a_vocabulary(ranks: list[int]) -> None:
+    scored = sample(10, 11, finish_reason="scored", ranks=np.array([1, 100], np.int32), **{
+        name: array[:2] for name, array in TOP.items()})  # fmt: skip
+    asked = REPLACE(group(top_logprobs=2), score=True, partials=(SCORED,), indices=(1,))
+    check_sample(scored, asked, SCORED, BOUNDS)
+    with pytest.raises(ValueError, match="ranks"):
+        check_sample(REPLACE(scored, ranks=np.array(ranks, np.int32)), asked, SCORED, BOUNDS)
+    with pytest.raises(ValueError, match="ranks"):
+        check_sample(sample(ranks=np.ones(4, np.int32)), group(), None, BOUNDS)
+
+
 def test_new_tokens_are_checked_as_those_of_samples() -> None:
     check_chunk(chunk(), group(), BOUNDS)
     for fields, reason in (

@@ -169,14 +169,19 @@ SAMPLES = [
     done_of(PARTIALS[1], prompt_tokens=9, seed=2**62, finish_reason="stop", stopped_by="x", text_end=4),
     done_of(PARTIALS[1], finish_reason="error", error="why"),
 ]
+SCORED = [
+    msgspec.structs.replace(SAMPLES[0], ranks=np.arange(1, 1 + len(SAMPLES[0].token_ids), dtype=np.int32)),
+    *SAMPLES[1:],
+]
 
 
-def test_samples_arrive_as_they_were_sent() -> None:
-    packed = pack_samples(["g", "h", "g"], SAMPLES)
+@pytest.mark.parametrize("samples", [SAMPLES, SCORED], ids=["sampled", "scored"])
+def test_samples_arrive_as_they_were_sent(samples: list[Sample]) -> None:
+    packed = pack_samples(["g", "h", "g"], samples)
     frames = [bytes(frame) for frame in pack(packed)]
     got = unpack_samples(Decoder[SamplesDone](SamplesDone, Limits()).unpack(frames))
     assert [sample.group_id for sample in got] == ["g", "h", "g"]
-    for one, other in zip(got, SAMPLES, strict=True):
+    for one, other in zip(got, samples, strict=True):
         for name in set(Sample.__struct_fields__) - {"group_id"}:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
     plain = msgspec.structs.replace(SAMPLES[0], raw_logprobs=None, top_ids=None, top_logprobs=None)
@@ -200,6 +205,9 @@ def test_samples_arrive_as_they_were_sent() -> None:
         {"prompt_tokens": [5, 9, 5]},
         {"ended": [Ended(2, 0, 5, "stop", [], 0.0, 0, None, None, None, None)]},
         {"ended": []},
+        {"ranks": np.ones(4, np.int32)},
+        {"ranks": np.ones(5, np.int64)},
+        {"ranks": np.ones((5, 1), np.int32)},
     ],
 )
 def test_columns_of_samples_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
