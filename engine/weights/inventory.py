@@ -118,7 +118,7 @@ class Inventory:
             name = self.check(info)
             twin = writes.setdefault(name, info)
             if (twin.dtype, twin.digest) != (info.dtype, info.digest):
-                raise InvalidWeights(f"the model ties it to {twin.name!r}, which has other bytes in this refresh", info.name)
+                raise InvalidWeights(self._differ(info.name, twin.name), info.name)
             targets.append(name if twin is info else None)
         if manifest and not writes:
             raise InvalidWeights("the model's class declares it, and all others here, as not its own", manifest[0].name)
@@ -126,6 +126,12 @@ class Inventory:
         if missing and not partial:
             raise self._missing(missing)
         return targets
+
+    def _differ(self, name: str, twin: str) -> str:
+        """Return why two entries of a manifest for one tensor must be equal."""
+        if self.own_name(name) == self.own_name(twin):
+            return f"it is also listed as {twin!r}, with other bytes: send one of them"
+        return f"the model ties it to {twin!r}, which has other bytes in this refresh"
 
     def check(self, info: TensorInfo) -> str:
         """Return the first name of an entry's tensor. Raises InvalidWeights if the entry does not fit the tensor."""

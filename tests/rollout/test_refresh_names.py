@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -145,6 +146,17 @@ def test_skipped_tensors_have_a_bound(shapes: list[tuple[int, ...]], named: int)
     with pytest.raises(InvalidWeights, match=rf"'mtp\.{named}\.weight'.*at most the model's bytes and 4 GiB"):
         inventory.targets([*inventory.manifest(), *more], partial=False)
     inventory.targets([*inventory.manifest(), TensorInfo("mtp.0.weight", "float32", (2**30,), "")], partial=False)
+
+
+def test_one_tensor_under_two_names() -> None:
+    """It is not tied: one of the names has to go. Equal bytes are written once."""
+    inventory = Inventory(build("qwen3_5_text"), {})
+    norm = next(each for each in inventory.manifest() if each.name == "model.norm.weight")
+    again = replace(norm, name="model.language_model.norm.weight")
+    assert inventory.own_name(again.name) == norm.name
+    assert inventory.targets([*inventory.manifest(), again], partial=False)[-1] is None
+    with pytest.raises(InvalidWeights, match="it is also listed as 'model.norm.weight', with other bytes: send one of them"):
+        inventory.targets([*inventory.manifest(), replace(again, digest="other")], partial=False)
 
 
 def test_old_frequencies_are_ignored(tmp_path: Path) -> None:
