@@ -3,6 +3,9 @@ host, so a connection may send at most MOST_BYTES, within GREETING_S, and as man
 
 from __future__ import annotations
 
+import errno
+import logging
+import math
 import selectors
 import socket
 import time
@@ -12,6 +15,12 @@ import msgspec
 
 from rollout.engine.parallel.messages import LENGTH, Joining
 
+log = logging.getLogger(__name__)
+
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""errors of `accept` that stay until something is closed"""
+PAUSE_S = 1.0
+"""for which no connection is taken after one of these, if no caller leaves"""
 GREETING_S = 10.0
 """from the connection to the last byte of `Joining`, however slowly the bytes come"""
 MOST_BYTES = 1024
@@ -69,12 +78,18 @@ class Reception:
         self._selector.register(listener, selectors.EVENT_READ)
         self._callers: dict[socket.socket, Caller] = {}
         """oldest first"""
+        self._paused_until = math.inf
+        """when connections are taken again (time.monotonic); infinite: they are taken"""
+        self._told = False
+        """that none can be taken"""
         listener.setblocking(False)
 
     def next(self, until: float) -> tuple[socket.socket, Joining]:
         """Wait for the next rank. Returns its connection and what it said. Raises TimeoutError at `until`, time.monotonic."""
         while (now := time.monotonic()) < until:
-            ends = [until, *(caller.until for caller in self._callers.values())]
+            if now >= self._paused_until:
+                self._resume()
+            ends = [until, self._paused_until, *(caller.until for caller in self._callers.values())]
             for key, _ in self._selector.select(max(0.0, min(ends) - now)):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -96,12 +111,28 @@ class Reception:
     def _accept(self) -> None:
         try:
             end, _ = self._listener.accept()
-        except OSError:  # it has gone, or there are no descriptors: it is tried again
-            return
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                self._pause(error)
+            return  # others: it has gone
+        self._told = False
         self._callers[end] = Caller(end, time.monotonic())
         self._selector.register(end, selectors.EVENT_READ)
         if len(self._callers) > MOST_ARRIVING:
             self._drop(next(iter(self._callers.values())))
+
+    def _pause(self, error: OSError) -> None:
+        """Take no connection before a caller has left, or for PAUSE_S: the listener would be ready at once, again and again."""
+        if not self._told:
+            log.error("no rank can connect: %s; callers=%d: raise ulimit -n", error.strerror, len(self._callers))
+        self._told = True
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + PAUSE_S
+
+    def _resume(self) -> None:
+        if self._paused_until < math.inf:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._paused_until = math.inf
 
     def _read(self, caller: Caller) -> Joining | None:
         """Return what a rank says, once it is whole and has the secret."""
@@ -118,6 +149,7 @@ class Reception:
     def _drop(self, caller: Caller) -> None:
         self._forget(caller.socket)
         caller.socket.close()
+        self._resume()
 
     def _forget(self, end: socket.socket) -> None:
         self._selector.unregister(end)

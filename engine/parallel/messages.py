@@ -123,13 +123,9 @@ Order = Start | Follow | StageElements | Request | StopRank
 Reply = RankAnswer | Failed
 
 
-class BadLength(EOFError):
-    """What has arrived is no message; the connection is of no use any more."""
-
-
 class RankChannel:
-    """One end of a socket between rank 0 and another rank. `recv` raises EOFError when the other end has gone, BadLength for
-    what is no message."""
+    """One end of a socket between rank 0 and another rank. `recv` raises EOFError when the other end has gone, and
+    for what is no message: the connection is of no use any more."""
 
     def __init__(self, end: socket.socket, kind: Any) -> None:
         self.socket = end
@@ -144,7 +140,7 @@ class RankChannel:
     def recv(self) -> Any:
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
         if length > MOST_BYTES:
-            raise BadLength(f"a message of {length} bytes: a rank sends at most {MOST_BYTES}")
+            raise EOFError(f"a message of {length} bytes: a rank sends at most {MOST_BYTES}")
         return self._decoder.decode(self._read(length))
 
     def send_memory(self, fds: Sequence[int]) -> None:

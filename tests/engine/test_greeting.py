@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from rollout.engine.parallel import greeting
 from rollout.engine.parallel.greeting import MOST_ARRIVING, MOST_BYTES, Reception
-from rollout.engine.parallel.messages import LENGTH, BadLength, Joining, RankChannel, Reply
+from rollout.engine.parallel.messages import LENGTH, Joining, RankChannel, Reply
 from rollout.engine.parallel.messages import MOST_BYTES as MOST_OF_A_RANK
 
 WAIT = 60.0
@@ -120,9 +122,56 @@ def test_as_many_wait_as_are_bounded(place: tuple[Reception, tuple[str, int]]) -
         each.close()
 
 
+class Full:
+    """A listener for which there are no descriptors, so many times."""
+
+    def __init__(self, listener: socket.socket, times: int) -> None:
+        self._listener = listener
+        self.left = times
+        self.tries = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.tries += 1
+        if self.left > 0:
+            self.left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_without_descriptors_it_waits_and_says_so(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For PAUSE_S, or until a caller has left; it is told once."""
+    monkeypatch.setattr(greeting, "PAUSE_S", 3600.0 if leaves else 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        full = Full(listener, 0)
+        reception = Reception(full, SECRET)  # type: ignore[arg-type]
+        silent = connected(listener.getsockname())
+        with pytest.raises(TimeoutError):
+            reception.next(time.monotonic() + 0.05)
+        assert full.tries == len(reception._callers) == 1
+        full.left, full.tries = (1 if leaves else 3), 0
+        rank = connected(listener.getsockname(), said(RANK))
+        if leaves:
+            with pytest.raises(TimeoutError):
+                reception.next(time.monotonic() + 0.1)
+            assert full.tries == 1
+            silent.close()
+        end, joining = reception.next(time.monotonic() + WAIT)
+        assert joining == RANK and full.tries == (2 if leaves else 4)
+        assert caplog.text.count("no rank can connect: Too many open files; callers=1") == 1
+        reception.close()
+        for each in (silent, rank, end):
+            each.close()
+
+
 def test_a_rank_that_sends_no_message_is_lost() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(LENGTH.pack(MOST_OF_A_RANK + 1))
-        with pytest.raises(BadLength, match="a rank sends at most"):
+        with pytest.raises(EOFError, match="a rank sends at most"):
             RankChannel(ours, Reply).recv()
