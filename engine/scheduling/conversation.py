@@ -197,11 +197,10 @@ class PinnedKV:
         self._ends.add(until, seq)
         self._bound()
 
-    def hand_over(self, key: TurnId | None, to: Sequence) -> int:
-        """Unpin the KV of a child and give it to the sequence that continues it, if that begins with the same tokens. Returns
-        how many tokens are cached then."""
+    def hand_over(self, key: TurnId | None, to: Sequence) -> None:
+        """Unpin the KV of a child and give it to the sequence that continues it, if that begins with the same tokens."""
         if key is None or key not in self._children:
-            return 0
+            return
         seq = self._remove(key)
         self.tables.cut_lost(seq)
         same = seq.cached < to.length and np.array_equal(seq.tokens(0, seq.cached), to.tokens(0, seq.cached))
@@ -211,7 +210,6 @@ class PinnedKV:
         to.window, to.window_first, seq.window = seq.window, seq.window_first, []
         to.state_in, seq.state_in = seq.state_in, None
         to.cached = seq.cached
-        return to.cached
 
     def release(self, group_id: str, index: int | None = None) -> None:
         """Release the KV of a child, or of all children of a group."""

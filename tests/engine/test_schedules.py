@@ -475,15 +475,14 @@ def patch_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """kept blocks are lent to a turn that writes them, and kept on"""
     hand_over = PinnedKV.hand_over
 
-    def lend(self: PinnedKV, key: TurnId | None, to: Sequence) -> int:
+    def lend(self: PinnedKV, key: TurnId | None, to: Sequence) -> None:
         seq = self._children.get(key) if key else None
         blocks, cached = ([*seq.blocks], seq.cached) if seq else ([], 0)
-        tokens = hand_over(self, key, to)
-        if seq is not None and key is not None and tokens:
+        hand_over(self, key, to)
+        if seq is not None and key is not None and to.cached:
             seq.blocks, seq.cached, self._children[key] = blocks, cached, seq
             self._of_group.setdefault(key[0], set()).add(key[1])
             self.blocks.update(blocks)
-        return tokens
 
     monkeypatch.setattr(PinnedKV, "hand_over", lend)
 
@@ -873,7 +872,8 @@ def patch_kept_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """a turn takes kept KV over that is too old for its group"""
 
     def all_of_it(self: SchedulerState, seq: Sequence, turn: FinishedTurn) -> int:
-        return self.pinned.hand_over(seq.state.group.after, seq)
+        self.pinned.hand_over(seq.state.group.after, seq)
+        return seq.cached
 
     monkeypatch.setattr(SchedulerState, "_continue", all_of_it)
 
