@@ -103,6 +103,9 @@ class Inventory:
         Raises InvalidWeights naming the tensor if the manifest does not fit the model."""
         if self.tensors and not manifest:
             raise InvalidWeights("no tensors at all: was the iterator already consumed?")
+        others = [info.name for info in manifest if info.name not in self.first_name]
+        if others and self._published is not None:
+            self._published.resolve(others)
         listed: set[str] = set()
         writes: dict[str, TensorInfo] = {}
         targets: list[str | None] = []

@@ -17,12 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
 
 from rollout.client.api import RolloutClient
 from rollout.engine.engine import Engine
 from rollout.engine.forward.load import load_model
 from rollout.engine.memory import HostMemory
 from rollout.engine.types import Sampling, TensorInfo
+from rollout.engine.weights import published
 from rollout.engine.weights.inventory import Inventory
 from rollout.engine.weights.tensors import InvalidWeights, info_of, named_pairs
 from rollout.transport.errors import WeightsRefused
@@ -146,6 +148,30 @@ def test_skipped_tensors_have_a_bound(shapes: list[tuple[int, ...]], named: int)
     with pytest.raises(InvalidWeights, match=rf"'mtp\.{named}\.weight'.*at most the model's bytes and 4 GiB"):
         inventory.targets([*inventory.manifest(), *more], partial=False)
     inventory.targets([*inventory.manifest(), TensorInfo("mtp.0.weight", "float32", (2**30,), "")], partial=False)
+
+
+def test_names_are_looked_up_once_by_rules_that_know_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many slices are read of a tensor, and whatever an earlier refresh has listed."""
+    inventory = Inventory(build("qwen3_5_text"), {})
+    own = inventory.manifest()
+    manifest = [replace(each, name=each.name.replace("model.", "model.language_model.", 1)) for each in own]
+    seen, rename = list[str](), published.rename_source_key
+
+    def counted(name: str, renamings: list[Any], *more: Any) -> Any:
+        seen.append(name)
+        return rename(name, renamings, *more)
+
+    monkeypatch.setattr(published, "rename_source_key", counted)
+    rules = []
+    for order in (manifest, manifest[::-1]):
+        seen.clear()
+        inventory.targets(order, partial=False)
+        for each in order:
+            inventory.size(each.name), inventory.read_slice(each.name, 0, 4), inventory.skips(each.name)
+        others = {each.name for each in manifest} - inventory.first_name.keys()
+        assert len(seen) == len(others) and {*seen} == others and seen == sorted(seen, key=dot_natural_key)
+        rules.append(inventory._published._renamings)
+    assert rules[0] is not rules[1] and all(one is not other for one, other in zip(*rules, strict=True))
 
 
 def test_one_tensor_under_two_names() -> None:
