@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from rollout.transport.errors import InvalidRequest, WrongBase
 from rollout.transport.loopback import LoopbackService
 from rollout.transport.weights import delta, open_payload
 from rollout.transport.weights.delta import HEAD_BYTES, DeltaOffer, DeltaPayload, decode, encode, rest_bytes
+from rollout.transport.weights.ends import Sender, WeightTransport
+from rollout.transport.weights.files import FilesPayload, describe_folder
+from rollout.transport.weights.inline import InlineOffer
 from rollout.transport.weights.shm import SegmentView
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
@@ -263,6 +267,29 @@ def test_a_folder(served: Any, tmp_path: Path) -> None:
     done = client.refresh(save(), via="delta")
     assert done.via == "delta" and done.sent_bytes < 0.2 * done.bytes
     assert engine.weights.live_digest() == trainer.digest()
+
+
+class Whole(WeightTransport):
+    via = "whole"
+
+    def offer_folder(self, folder: Path) -> Sender:
+        return Sender(self.via, InlineOffer(), [], [])
+
+
+def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first offer, which makes the copies, and at those of differences."""
+    tensors = {"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.zeros(7)}
+    sizes, read = list[int](), FilesPayload.read
+    monkeypatch.setattr(FilesPayload, "read", lambda self, memory: sizes.append(read(self, memory)) or sizes[-1])
+    way = delta.Delta(Whole())
+    for i, via in enumerate(("whole", "delta", "delta")):
+        tensors["a"][i] = 1
+        save_file(tensors, tmp_path / "model.safetensors")
+        sizes.clear()
+        sender = way.offer_folder(tmp_path)
+        assert sender.via == via and sum(sizes) == 2028
+        assert via == "whole" or sender.manifest == describe_folder(tmp_path)
+        sender.applied(SimpleNamespace(version=i + 1, digest="d"))  # type: ignore[arg-type]
 
 
 def test_a_service_without_weights_of_its_own(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

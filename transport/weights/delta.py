@@ -18,7 +18,7 @@ Sparse deltas against a version: slime, vLLM and verl send such; this coding is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,33 +187,42 @@ class Delta(WeightTransport):
         def whole() -> Sender:
             return self._whole.offer_tensors(tensors, capabilities)
 
-        return self._offer(tensors.infos, arrays, sum(map(len, arrays)), tensors.manifest(map(digest, arrays)), whole)
+        return self._offer(tensors.infos, arrays, False, sum(map(len, arrays)), whole)
 
     def offer_folder(self, folder: Path) -> Sender:
-        infos, arrays = open_folder(folder)
-        manifest = Tensors(infos, []).manifest(map(digest, arrays))
-        return self._offer(infos, arrays, arrays.nbytes, manifest, lambda: self._whole.offer_folder(folder))
+        spans = read_folder(folder)
+        infos = [TensorInfo(name, span.dtype, span.shape, "") for name, span in spans.items()]
+        total = sum(span.size for span in spans.values())
+        return self._offer(infos, read_tensors(spans.values()), True, total, lambda: self._whole.offer_folder(folder))
 
     def close(self) -> None:
         self._copies, self._sent = {}, None
 
     def _offer(
-        self, infos: list[TensorInfo], arrays: Sequence[np.ndarray], total: int, manifest: list[TensorInfo], whole: Any
+        self, infos: list[TensorInfo], arrays: Iterable[np.ndarray], ours: bool, total: int, whole: Callable[[], Sender]
     ) -> Sender:
         """Offer differences if the service has a usable base and they are small enough. In any case the copies become the
-        offered tensors; `applied` tells whether the service has them. total: their bytes."""
+        offered tensors; `applied` tells whether the service has them.
+
+        Args:
+            arrays: of each tensor [bytes] uint8, read once.
+            ours: nobody else writes the arrays, so they are the copies.
+            total: their bytes.
+        """
         sent, self._sent = self._sent, None
         keys = [(info.name, info.dtype, info.shape) for info in infos]
         if sent is None or not set(keys) <= self._copies.keys():
             reason = "delta: nothing is known to be live that this could be against" if sent is None else "delta: other tensors"
-            self._copies = {key: np.array(array) for key, array in zip(keys, arrays, strict=True)}
+            self._copies = {key: array if ours else array.copy() for key, array in zip(keys, arrays, strict=True)}
             return self._tracked(whole(), reason)
-        pairs = zip(keys, arrays, infos, strict=True)
-        stream = [self._differences(key, array, width(info, len(array))) for key, array, info in pairs]
+        stream, digests = list[np.ndarray](), list[str]()
+        for key, array, info in zip(keys, arrays, infos, strict=True):
+            digests.append(digest(array))
+            stream.append(self._differences(key, array, width(info, len(array))))
         size = sum(map(len, stream))
         if size > PAYS * total:
             return self._tracked(whole(), f"delta: does not pay, {size} bytes of differences for {total}")
-        sender = InlineSender(self.via, DeltaOffer(*sent, size), manifest, stream)
+        sender = InlineSender(self.via, DeltaOffer(*sent, size), Tensors(infos, []).manifest(digests), stream)
         sender.fallback_after = (SourceUnreachable, WrongBase)
         sender.fallback = lambda other: whole()
         return self._tracked(sender, sender.reason)
@@ -237,37 +246,17 @@ class Delta(WeightTransport):
         return np.frombuffer(b"".join(coded), np.uint8)
 
 
-class FolderTensors(Sequence[np.ndarray]):
-    """The tensors of a folder of safetensors, [bytes] uint8 each, read whenever one is asked for: mapped files that become
-    shorter would kill the trainer."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all."""
-        return sum(span.size for span in self._spans)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: Any) -> Any:
-        span = self._spans[index]
+def read_tensors(spans: Iterable[Span]) -> Iterator[np.ndarray]:
+    """Read tensors of files one after the other, [bytes] uint8 each. They are copies: mapped files that become shorter would
+    kill the trainer. Raises SourceUnreachable."""
+    for span in spans:
         data, payload, done = np.empty(span.size, np.uint8), FilesPayload([span]), 0
         try:
             while done < span.size:
                 done += payload.read(data[done:])
         finally:
             payload.close()
-        return data
-
-
-def open_folder(folder: Path) -> tuple[list[TensorInfo], FolderTensors]:
-    """Find the tensors of a folder of safetensors. Raises as `read_folder`."""
-    spans = read_folder(folder)
-    infos = [TensorInfo(name, span.dtype, span.shape, "") for name, span in spans.items()]
-    return infos, FolderTensors([*spans.values()])
+        yield data
 
 
 # the service's end
