@@ -145,7 +145,7 @@ def check_socket_file(endpoint: str) -> None:
             return
         except BlockingIOError:  # a process listens, and its queue is full
             pass
-        except OSError as error:  # a socket of another kind, or one that this user may not write to
+        except OSError as error:  # a datagram socket, or one that this user may not write to
             raise ValueError(f"{path} is there, and is not free ({error.strerror}): name another path, or move it") from None
     raise ValueError(f"a process listens at {path}: stop it, or name another path")
 

@@ -123,7 +123,7 @@ class Cookie:
             ) from None
 
     def reload(self) -> None:
-        """Write the file again if it was removed. Whatever has its name now stays."""
+        """Write the file again if it was removed. Another file that has its name now stays."""
         if self._path is None or own_files.is_same(self._path, self._held):
             return
         try:

@@ -206,7 +206,7 @@ class Delta(WeightTransport):
 
         Args:
             arrays: of each tensor [bytes] uint8, read once.
-            ours: nobody else writes the arrays, so they are the copies.
+            ours: only this class has the arrays, so they become the copies.
             total: their bytes.
         """
         sent, self._sent = self._sent, None
