@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from rollout.engine.forward.load import BrokenModel, _look_at_saved, end_tokens, load_model
-from rollout.engine.forward.saved_parts import SavedTensors
+from rollout.engine.forward.saved_parts import SavedTensors, Source, same_part
 from rollout.engine.forward.shards import RankPlace, load_part
 from rollout.engine.memory import HostMemory
 from rollout.engine.paths import INDEX, MAX_FILES, MAX_INDEX_BYTES, SINGLE, AmbiguousFolder, checkpoint_of
+from rollout.engine.weights.cuts import WHOLE, Part
 from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings
 from rollout.engine.weights.tensors import checkpoint_tensors
 from tests.support.ranks import tiny_shared
@@ -217,6 +218,18 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path, ranks: int) -> Non
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     assert load(tmp_path, ranks).lm_head.weight is not load(tmp_path, ranks).model.embed_tokens.weight
+
+
+def test_stacked_sources_of_a_tied_tensor_are_compared(tmp_path: Path) -> None:
+    """Number by number, like those that are one tensor in a file."""
+    tensors = {f"{name}.{i}": torch.full((3, 4), float(i)) for name in ("one", "same", "other") for i in range(2)}
+    tensors["other.1"] += 1
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    whole = torch.stack([tensors["one.0"], tensors["one.1"]])
+    with ExitStack() as opened:
+        saved, part = SavedTensors(tmp_path, opened), Part((2, 3, 4), WHOLE, 0, 1)
+        equal = [same_part(saved, Source([[f"{x}.0", f"{x}.1"]], stacked=True), part, whole) for x in ("same", "other")]
+    assert equal == [True, False]
 
 
 def mapped(module: torch.nn.Module) -> list[str]:
