@@ -194,8 +194,12 @@ class Memo:
                 return
             self._closed = True
         self._writer.shutdown()
-        counts = {name: value for name, value in self.status().items() if name != "first_miss"}
-        log.info("memo folder=%s %s", self.folder.path, " ".join(f"{name}={value}" for name, value in counts.items()))
+        counts = self.status()
+        log.info(
+            "memo closed folder=%s hits=%s misses=%s not_memoised=%s evicted=%s damaged=%s unread=%s unwritten=%s",
+            self.folder.path,
+            *(counts[name] for name in ("hits", "misses", "not_memoised", "evicted", "damaged", "unread", "unwritten")),
+        )
         self.folder.close()
 
     def _write(self, name: str) -> None:

@@ -574,7 +574,7 @@ def test_each_group_is_counted_once_from_many_threads(service: str, folder: Path
         client.require_version = client.info.version + 5
         client.submit(*asked(1))
         assert counts(client) == (200, 1, 1)
-    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memo folder=")]
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memo closed folder=")]
     for name in ("hits=200", "misses=1", "not_memoised=1", "evicted=0", "damaged=0", "unread=0", "unwritten=0"):
         assert f" {name}" in line
 
