@@ -141,7 +141,7 @@ class Verifier:
             if not one.group.score and sample.index not in one.doubted:  # these run on trusted replicas only
                 self.shares.add_trusted(unclear)
             return "deliver"
-        too_many = self.shares.add(_doubted(origins), unclear, now)
+        too_many = self.shares.add(_untrusted(origins), unclear, now)
         if not too_many and self._options.draw() >= self._options.share:
             return "deliver"
         held = Held(one, sample, origins, now + self._options.wait_s)
@@ -306,7 +306,7 @@ class Verifier:
     def _count(self, what: str, held: Sequence[Held]) -> None:
         self.counts[what] += len(held)
         for each in held:
-            for owner in _doubted(each.origins):
+            for owner in _untrusted(each.origins):
                 owner.counts[what] += 1
 
     def _deliver(self, judged: Iterable[Judged]) -> None:
@@ -315,7 +315,7 @@ class Verifier:
             self._judged.append(each)
 
 
-def _doubted(origins: Origins) -> set[Owner]:
+def _untrusted(origins: Origins) -> set[Owner]:
     """Return the owners of tokens who are not trusted."""
     return {owner for _, owner in origins if owner is not None and not owner.trusted}
 
