@@ -352,6 +352,11 @@ def test_files_that_are_not_this_users_alone_are_refused(kind: str, tmp_path: Pa
     for name in ("link", "to nothing"):
         with pytest.raises(InputError, match="is a link"):
             start(tmp_path / name)
+    own = tmp_path / "own"
+    own.touch(0o600)
+    os.link(own, tmp_path / "second name")
+    with pytest.raises(InputError, match="has 2 names .hard links"):
+        start(own)
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(InputError, match="no regular file"):
         start(tmp_path / "pipe")
