@@ -17,6 +17,7 @@ from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, Atte
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.configuration import configuration_digest
 from rollout.engine.forward.latent import use_latent_kv
+from rollout.engine.forward.load import BrokenModel as BrokenModel  # what loading a model raises is imported from here
 from rollout.engine.forward.load import end_tokens, in_one_line, load_model
 from rollout.engine.forward.recurrence import Recurrence
 from rollout.engine.forward.routes import is_experts
