@@ -21,7 +21,7 @@ ROOMS = ("engine", "transport", "rollout", "recipes")
 IN_A_CHECKOUT = re.compile(r"^rollout\.(?=(?:engine|transport|recipes)\b)")
 MAY_IMPORT = {
     "engine": (),
-    "transport": ("engine.types", "engine.paths"),
+    "transport": ("engine.types", "engine.model_files"),
     "rollout": ("engine", "transport"),
     "recipes": ("engine", "transport", "rollout"),
 }

@@ -219,6 +219,21 @@ def files_of(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
+def test_the_build_imports_the_standard_library_alone() -> None:
+    """pip builds in an environment with setuptools and nothing else, also for `make venv` in a fresh clone."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    modules = [
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rollout")
+    ]
+    assert modules
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(map(str, modules))}"
+    bare = [sys.executable, "-I", "-S", "-c"]
+    done = subprocess.run([*bare, program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lacking = subprocess.run([*bare, f"{program}, rollout.engine.types"], capture_output=True, text=True, timeout=60)
+    assert "No module named" in lacking.stderr, "the control: these are not there"
+
+
 def test_the_sources_have_links_where_a_wheel_has_folders() -> None:
     assert {name: (ROOT / "rollout" / name).readlink().as_posix() for name in LINKED} == {name: f"../{name}" for name in LINKED}
 

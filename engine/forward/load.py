@@ -1,7 +1,7 @@
 """Loads a transformers model from a folder, and checks what is in it: one rule for every number of ranks.
 
 config.json, generation_config.json     valid; the folder's own code is never run, an adapter beside the model is not its
-the files (`rollout.engine.paths`)      the index or the single file, which must not contradict each other
+the files (`rollout.engine.model_files`)      the index or the single file, which must not contradict each other
 from_pretrained                         transformers' names, stacked experts, dequantised weights
 the tensors                             all that the class has, no codes without scales, no NaN; logs what a cast rounds
 """
@@ -25,7 +25,7 @@ from rollout.engine.forward.random_weights import load_module
 from rollout.engine.forward.saved_parts import TIED_DIFFER, SavedTensors, check_codes
 from rollout.engine.forward.shapes import is_random
 from rollout.engine.memory import DeviceMemory
-from rollout.engine.paths import INDEX, SINGLE
+from rollout.engine.model_files import INDEX, SINGLE
 from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings, loses
 from rollout.engine.weights.staging import finite
 from rollout.engine.weights.tensors import checkpoint_tensors, dtype_name, persistent_buffers

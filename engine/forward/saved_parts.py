@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
 
-from rollout.engine.paths import INDEX, SINGLE, checkpoint_of
+from rollout.engine.model_files import INDEX, SINGLE, checkpoint_of
 from rollout.engine.weights.cuts import Part
 from rollout.engine.weights.layer_cuts import tensors_of
 from rollout.engine.weights.published import PublishedNames

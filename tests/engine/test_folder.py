@@ -25,7 +25,7 @@ from rollout.engine.forward.load import BrokenModel, _look_at_saved, end_tokens,
 from rollout.engine.forward.saved_parts import SavedTensors, Source, same_part
 from rollout.engine.forward.shards import RankPlace, load_part
 from rollout.engine.memory import HostMemory
-from rollout.engine.paths import INDEX, MAX_FILES, MAX_INDEX_BYTES, SINGLE, AmbiguousFolder, checkpoint_of
+from rollout.engine.model_files import INDEX, MAX_FILES, MAX_INDEX_BYTES, SINGLE, AmbiguousFolder, checkpoint_of
 from rollout.engine.weights.cuts import WHOLE, Part
 from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings
 from rollout.engine.weights.tensors import checkpoint_tensors

@@ -30,7 +30,7 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 """
 
-VALUES = ("types", "config", "vocabulary", "paths")
+VALUES = ("types", "config", "vocabulary", "model_files")
 """of the engine: value types, the bytes of tokens, and the rule for the files of a folder"""
 BARE = f"""name.split(".")[0] not in {{*sys.stdlib_module_names, *"msgspec numpy xxhash zmq rollout".split()}} \
             or name.startswith("rollout.engine.") and name[15:] not in {VALUES}"""
@@ -89,7 +89,7 @@ def test_what_client_and_transport_import_of_the_engine() -> None:
     named = re.compile(r"^\s*(?:from|import) (rollout\.engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
-    of_engine = {"types", "vocabulary", "paths", "weights.tensors", "cuda.digests"}
+    of_engine = {"types", "vocabulary", "model_files", "weights.tensors", "cuda.digests"}
     assert found == {f"rollout.engine.{name}" for name in of_engine}
     assert named.findall("def f():\n    from rollout.engine.weights.staging import x") == ["rollout.engine.weights.staging"]
     assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["rollout.engine.types"]

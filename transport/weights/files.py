@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rollout.engine.paths import MAX_INDEX_BYTES, Checkpoint, checkpoint_of
+from rollout.engine.model_files import MAX_INDEX_BYTES, Checkpoint, checkpoint_of
 from rollout.engine.types import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
