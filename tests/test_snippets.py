@@ -56,6 +56,7 @@ def test_a_page_works_as_printed(page: str, desk: Desk, tmp_path: Path, monkeypa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page", ["README.md", *(page for page, found in PAGES.items() if any(each.mark("long") is not None for each in found))]
 )

@@ -137,6 +137,7 @@ def test_a_second_run_samples_nothing_that_the_memo_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_fifty_steps(tmp_path: Path) -> None:
     *rows, summary = bench_rows(tmp_path, "replay", scale=1.0)
     assert summary["steps"] == 50 and summary["equal"] and summary["different"] == summary["not_made"] == 0
