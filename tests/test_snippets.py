@@ -55,11 +55,13 @@ def test_a_page_works_as_printed(page: str, desk: Desk, tmp_path: Path, monkeypa
     print(page, dict(read(desk, tmp_path, PAGES[page], monkeypatch)))
 
 
+LONG = ["README.md", *(page for page, found in PAGES.items() if any(each.mark("long") is not None for each in found))]
+PAGE_S = {"docs/log-prob-is-wrong.md": 3600}
+"""time-outs of pages that load a model for each of many switches"""
+
+
 @pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "page", ["README.md", *(page for page, found in PAGES.items() if any(each.mark("long") is not None for each in found))]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.timeout(PAGE_S.get(page, 900))) for page in LONG])
 def test_a_whole_page_works_as_printed(page: str, desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is marked long, and with each program in a process of its own."""
     print(page, dict(read(desk, tmp_path, PAGES[page], monkeypatch, long=True)))
