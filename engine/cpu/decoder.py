@@ -51,12 +51,13 @@ class NativeDecoder:
         self.kernels, self.module, self.sums = kernels, module, SumKernels(kernels)
         check_layout(kernels.library, "rollout_layout_layers", **STRUCTS)
         kernels.library.rollout_forward.restype = c_int64
-        dtypes = {parameter.dtype for parameter in module.parameters()}
-        need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
         self.body = module.base_model
         self.parameters = [*module.parameters(), *codes_in(module)]
         """parameters, and codes of those that products read in eight bits"""
         self.steps = model_steps(module)
+        called = {parameter for each in self.steps.modules.values() for parameter in each.parameters()}  # as router weights
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter not in called}
+        need(dtypes in ({torch.bfloat16}, {torch.float32}), f"parameters in {', '.join(sorted(map(str, dtypes)))}")
         self.addresses = self._addresses()
         """of the parameters that the steps read"""
         self._checked = 0

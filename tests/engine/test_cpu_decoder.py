@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.engine.cpu.decoder import EchoAttention, NativeDecoder
+from rollout.engine.cpu.decoder import EchoAttention, NativeDecoder, NotNative
 from rollout.engine.cpu.exact_modules import plain_products
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.layer_steps import CONVOLVE, DECAY, DELTA, GATE, GATED_NORM, HEADS, MULTIPLY, NORM
@@ -337,3 +337,17 @@ def test_other_models_run_through_transformers(
     assert served.decoder is None
     assert "runs through transformers" in caplog.text or "torch's own products" in caplog.text
     assert why in caplog.text or (NO_VECTORS and "without vectors" in caplog.text)
+
+
+def test_a_module_that_is_called_may_have_parameters_of_another_dtype(isa: str) -> None:
+    """As routers, which transformers 5.24 keeps in float32; a parameter that the steps read may not."""
+    if isa in SLOW:
+        pytest.skip("the same on each")
+    made = model("glm4_moe")
+    made.get_submodule("model.layers.1.mlp.gate").float()
+    served = Model(made, "glm4_moe")
+    equip(served, isa)
+    assert isinstance(served.decoder, NativeDecoder) and torch.equal(logits(served, 3), logits(served, 3, transformers=True))
+    made.get_submodule("model.norm").float()
+    with pytest.raises(NotNative, match="parameters in torch.bfloat16, torch.float32"):
+        NativeDecoder(made, served.asked, served.decoder.kernels)
