@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from rollout.client.base import MEMO_GIB
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle
 from rollout.client.lora import AdapterSource
-from rollout.client.memo import GIB
 from rollout.client.proofs import ProvingClient
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, answer
@@ -108,7 +108,7 @@ class RolloutClient(ProvingClient):
         resubmit: bool = False,
         tokenizer: Any = None,
         memo: str | os.PathLike[str] | None = None,
-        memo_gib: float = GIB,
+        memo_gib: float = MEMO_GIB,
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -6,12 +6,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.client.connection import LinkTiming
 from rollout.client.lora import Adapters
-from rollout.client.memo import GIB, Memo
-from rollout.client.memo_offline import RefreshRecorder
 from rollout.client.receipts import Receipt
 from rollout.client.refresh import WeightSender
 from rollout.client.session import ClientSession
@@ -21,6 +19,27 @@ from rollout.engine.types import Sample, Sampling
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights.group import own_address
+
+if TYPE_CHECKING:
+    from rollout.client.memo import Memo
+    from rollout.client.memo_offline import RefreshRecorder
+
+MEMO_GIB = 50.0
+"""bound of the folder of a memo"""
+
+
+def open_memo(folder: Path, gib: float) -> Memo:
+    """Open a memo. Its code is imported where a client has one. Raises ValueError, OSError."""
+    from rollout.client.memo import Memo
+
+    return Memo(folder, gib)
+
+
+def recorder_of(memo: Memo) -> RefreshRecorder:
+    """Make what stores the refreshes of a client."""
+    from rollout.client.memo_offline import RefreshRecorder
+
+    return RefreshRecorder(memo)
 
 
 class BaseClient:
@@ -42,12 +61,12 @@ class BaseClient:
         resubmit: bool = False,
         tokenizer: Any = None,
         memo: str | os.PathLike[str] | None = None,
-        memo_gib: float = GIB,
+        memo_gib: float = MEMO_GIB,
         timing: LinkTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         timing = LinkTiming() if timing is None else timing
-        kept = None if memo is None else Memo(Path(memo), memo_gib)
+        kept = None if memo is None else open_memo(Path(memo), memo_gib)
         try:
             self._session = ClientSession(
                 address,
@@ -65,7 +84,7 @@ class BaseClient:
                 kept.close()
             raise
         self._connect_timeout_s = connect_timeout_s
-        observe = None if kept is None or self._session.offline else RefreshRecorder(kept)
+        observe = None if kept is None or self._session.offline else recorder_of(kept)
         self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address), observe)
         self._adapters = Adapters()
         self._text = TextCodec(tokenizer, lambda: self.info.model)

@@ -35,8 +35,6 @@ from rollout.transport.frames import Decoder, Frame, pack
 
 FORMAT = 1
 """first field of each name; another meaning of an entry gets another one"""
-GIB = 50.0
-"""size of a folder"""
 KEPT = frozenset(("stop", "length", "scored"))
 """finish reasons of children that are stored: others are decided by the time at which something happened"""
 DRAWS: tuple[Role, ...] = ("draws", "truncates")
@@ -67,7 +65,7 @@ class Memo:
 
     Raises ValueError for another folder, OSError for one that cannot be written."""
 
-    def __init__(self, folder: Path, gib: float = GIB) -> None:
+    def __init__(self, folder: Path, gib: float) -> None:
         if not gib > 0:
             raise ValueError(f"memo_gib={gib}: must be positive")
         self.folder = MemoFolder(folder, int(gib * 2**30))

@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import Handle, OnChange, OpenHandle, answered, refused
 from rollout.client.link import Link
-from rollout.client.memo import Memo
-from rollout.client.memo_offline import OfflineEnd
 from rollout.client.receipts import Receipt, receipt_of
 from rollout.client.replaying import TTL_S, Change, Replay, Way
 from rollout.client.submission import TokenIds, check_budget, check_configuration, checked, seeded, sendable, token_array
@@ -27,6 +25,9 @@ from rollout.identity import WORDS
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, ServiceLost
 from rollout.transport.sockets import ClientEnd, ClientTransport
+
+if TYPE_CHECKING:
+    from rollout.client.memo import Memo
 
 
 class ClientSession:
@@ -56,7 +57,7 @@ class ClientSession:
             raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
         self.memo = memo
         self.offline = memo is not None and address is None and transport is None
-        self._end = end = OfflineEnd(memo) if memo is not None and self.offline else end_of(address, transport)
+        self._end = end = offline_end(memo) if memo is not None and self.offline else end_of(address, transport)
         self.address = end.address
         self._budget = budget
         self._resubmit = resubmit
@@ -229,6 +230,14 @@ def note_welcome(memo: Memo, first: Future[m.Welcome]) -> None:
     """Store how the service describes itself."""
     if not first.cancelled() and first.exception() is None:
         memo.welcomed(first.result())
+
+
+def offline_end(memo: Memo) -> ClientTransport:
+    """Return the end of a connection to the recorded service. Its code is imported where a client is offline. Raises ValueError
+    if none was recorded."""
+    from rollout.client.memo_offline import OfflineEnd
+
+    return OfflineEnd(memo)
 
 
 def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:

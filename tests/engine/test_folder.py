@@ -6,11 +6,9 @@ import copy
 import json
 import logging
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from rollout.engine.model_files import INDEX, MAX_FILES, MAX_INDEX_BYTES, SINGLE
 from rollout.engine.weights.cuts import WHOLE, Part
 from rollout.engine.weights.rounding import MEASURED, RoundingLog, Roundings
 from rollout.engine.weights.tensors import checkpoint_tensors
+from tests.support.counted import lines_of
 from tests.support.ranks import tiny_shared
 from tests.support.tiny import tiny, tiny_engine
 
@@ -175,24 +174,6 @@ def test_an_index_has_bounds(tmp_path: Path) -> None:
         opened.truncate(MAX_INDEX_BYTES + 1)
     with pytest.raises(ValueError, match=f"has more than {MAX_INDEX_BYTES} bytes"):
         checkpoint_of(tmp_path, 2 * MAX_INDEX_BYTES)
-
-
-def lines_of(work: Callable[[], Any]) -> int:
-    """Counts the lines of Python that are run."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_an_index_is_read_without_a_line_of_python_for_each_tensor(tmp_path: Path) -> None:

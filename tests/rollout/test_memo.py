@@ -549,7 +549,7 @@ def test_an_entry_that_could_not_be_replaced_is_still_there(folder: Path, monkey
 
 def test_a_slow_disk_holds_no_more_than_its_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memo_module, "MOST_UNWRITTEN", 1000)
-    memo, slow = Memo(folder), threading.Event()
+    memo, slow = Memo(folder, 1.0), threading.Event()
     put = memo.folder.put
     monkeypatch.setattr(memo.folder, "put", lambda *given: slow.wait(WAIT) and put(*given))
     for i in range(5):
@@ -678,7 +678,7 @@ def test_a_refresh_offline_says_what_would_have_been_sent(folder: Path) -> None:
 
 def test_parts_that_another_client_may_have_come_before_are_not_recorded(folder: Path) -> None:
     """Their weights would be stored as those after the ones that this client has heard of. Whole weights depend on none."""
-    memo, part = Memo(folder), np.zeros(0, np.uint8)
+    memo, part = Memo(folder, 1.0), np.zeros(0, np.uint8)
     recorder = RefreshRecorder(memo)
     for number, (before, is_part, kept) in enumerate([(None, True, 0), (None, False, 1), (LIVE, True, 2)]):
         begin = m.Begin(0, "p", part, {}, 4, is_part, "recompute", None, None)
@@ -731,4 +731,4 @@ def test_memos_are_closed_where_a_client_does_not_open(folder: Path) -> None:
     for wrong in ({"address": "tcp://example.org:1"}, {"address": "tcp://127.0.0.1:1", "connect_timeout_s": 0.05}):
         with pytest.raises(Exception, match="."):
             RolloutClient(memo=folder, **wrong)  # type: ignore[arg-type]
-    Memo(folder).close()
+    Memo(folder, 1.0).close()

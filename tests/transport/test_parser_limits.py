@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ from rollout.transport.sockets import check_address
 from rollout.transport.weights import delta
 from rollout.transport.weights.files import METADATA_BYTES, OTHER_TENSORS, read_folder
 from rollout.transport.weights.manifest import ENTRY_BYTES, pack_manifest, pack_targets, unpack_manifest, unpack_targets
+from tests.support import counted
 
 LIMITS = Limits()
 MOST_LINES = 1_000_000
@@ -39,23 +39,13 @@ LINEAR = 2.5
 
 
 def lines_of(work: Callable[[], Any]) -> int:
-    """Count the lines of Python that are run, calls of comprehensions and generators among them."""
-    count = 0
+    """Count the lines of an answer; a refusal is one."""
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += 1
-        return trace
+    def answered() -> None:
+        with suppress(ValueError, RolloutError):
+            work()
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except (ValueError, RolloutError):
-        pass  # a refusal is an answer
-    finally:
-        sys.settrace(before)
-    return count
+    return counted.lines_of(answered)
 
 
 def decoded(header: dict[str, Any]) -> Callable[[], object]:
