@@ -16,7 +16,8 @@ def test_bench_neighbour_prints_both_rates(tmp_path: Path, capsys: pytest.Captur
     assert len(turns) == 1 and summary["summary"] and summary["threads"] == 1
     for turn in turns:
         assert turn["tokens_per_second"] > 0 and turn["steps_per_second"] > 0
-        assert turn["sum_of_fractions"] == pytest.approx(turn["engine_fraction"] + turn["neighbour_fraction"])
+        total = turn["engine_fraction"] + turn["neighbour_fraction"]
+        assert abs(turn["sum_of_fractions"] - total) <= 6e-6, "each of the three has six significant digits"
     assert summary["sum_of_fractions"] == turns[0]["sum_of_fractions"]
     assert "neighbour: " in capsys.readouterr().out
 

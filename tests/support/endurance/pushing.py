@@ -85,6 +85,8 @@ class Pushing:
             assert self.breaking.stdin is not None
             self.breaking.stdin.close()
             self.breaking.wait(60)
+            assert self.breaking.stdout is not None
+            self.breaking.stdout.close()
 
     def _push_on(self, client: RolloutClient) -> None:
         plan, now = self.model.plan, time.monotonic()
