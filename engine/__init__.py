@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollout.engine.config import EngineConfig
     from rollout.engine.engine import Engine
-    from rollout.engine.types import Group, Limits, Sample, Sampling
+    from rollout.engine.values import Group, Limits, Sample, Sampling
 
 _MODULES = {
     "Engine": "engine",
     "EngineConfig": "config",
-    "Group": "types",
-    "Limits": "types",
-    "Sample": "types",
-    "Sampling": "types",
+    "Group": "values",
+    "Limits": "values",
+    "Sample": "values",
+    "Sampling": "values",
 }
 
 __all__ = ["Engine", "EngineConfig", "Group", "Limits", "Sample", "Sampling"]
@@ -26,4 +26,4 @@ __all__ = ["Engine", "EngineConfig", "Group", "Limits", "Sample", "Sampling"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'types')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'values')}"), name)

@@ -18,7 +18,7 @@ from rollout.engine.pipeline import Pipeline
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import stops_of
 from rollout.engine.status import status
-from rollout.engine.types import (
+from rollout.engine.values import (
     Group,
     KVPolicy,
     Limits,

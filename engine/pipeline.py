@@ -24,7 +24,7 @@ from typing import NamedTuple
 from rollout.engine.scheduling import output
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.types import DeviceLost, Sample
+from rollout.engine.values import DeviceLost, Sample
 from rollout.engine.worker import InFlight, Worker
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.engine.scheduling.counters import Counters, stale_token_ratio
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.types import Mode, Refreshed
+from rollout.engine.values import Mode, Refreshed
 from rollout.engine.worker import ModelKernels, Worker
 
 WINDOW_COUNTS = (

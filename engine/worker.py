@@ -49,7 +49,7 @@ from rollout.engine.kv.routes import RouteGeometry, RoutePages
 from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_sizes, state_sizes, window_sizes
 from rollout.engine.kv.states import StatePages
 from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
-from rollout.engine.types import Routing, Tag, WeightUpdate
+from rollout.engine.values import Routing, Tag, WeightUpdate
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 

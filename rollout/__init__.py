@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         SampleStream,
         Verified,
     )
-    from rollout.engine.types import Group, Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk, TokenColumns
+    from rollout.engine.values import Group, Limits, PartialSample, Refreshed, Sample, Sampling, TokenChunk, TokenColumns
     from rollout.transport.errors import (
         Busy,
         ClientClosed,
@@ -94,7 +94,7 @@ __all__ = [
     "WrongBase",
     "__version__",
 ]
-HOMES = ("rollout.engine.types", "rollout.transport.errors", "rollout.transport.messages", "rollout.client")
+HOMES = ("rollout.engine.values", "rollout.transport.errors", "rollout.transport.messages", "rollout.client")
 """modules that have these names, in the order of their imports"""
 
 

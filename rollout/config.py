@@ -26,7 +26,7 @@ import msgspec
 import tomli_w
 
 from rollout.engine.config import AdvancedConfig, EngineConfig
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.messages import MOST_REPLICAS
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5655"

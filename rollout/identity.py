@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from rollout.engine.types import PartialSample, Sample, Sampling
+from rollout.engine.values import PartialSample, Sample, Sampling
 
 DIGEST = 20
 """bytes of a digest: the first ones of a SHA-256, so that no other prompt or result with the same digest can be constructed"""

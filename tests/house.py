@@ -18,15 +18,15 @@ import sys
 from tests.support.house import ROOT, actions, lines_of, modules_of
 
 BUDGETS = {
-    "rollout.engine.scheduling.scheduler": 6_800,
-    "rollout.engine.engine": 25_100,
-    "rollout.client.api": 12_300,
-    "rollout.service.loop": 11_500,
-    "rollout.exact.module": 15_900,
+    "rollout.engine.scheduling.scheduler": 6_950,
+    "rollout.engine.engine": 25_250,
+    "rollout.client.api": 12_450,
+    "rollout.service.loop": 11_550,
+    "rollout.exact.module": 16_000,
 }
 """lines of each closure, in hundreds"""
 ENTERED = {
-    "group: files": 45, "group: functions": 380,
+    "group: files": 47, "group: functions": 380,
     "step: files": 40, "step: functions": 201,
     "refresh: files": 18, "refresh: functions": 90,
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import rollout
-from rollout.engine.types import FinishReason
+from rollout.engine.values import FinishReason
 from rollout.transport import errors
 from tests.support.client_page import PAGE, TABLES, fields, written
 

@@ -22,7 +22,7 @@ import msgspec, numpy as np, torch
 import rollout
 from transformers import LlamaConfig, LlamaForCausalLM
 from rollout.engine.engine import Engine, EngineConfig
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from rollout.identity import DRAWN_BY, OPTIONS
 
 folder, isa, top_a = sys.argv[1], sys.argv[2], 0.5
@@ -109,7 +109,7 @@ def test_the_kernels_of_the_page_do_what_its_reference_does(copied: Path, tmp_pa
 def test_a_page_that_no_longer_fits_is_seen(copied: Path, tmp_path: Path) -> None:
     """Each block names lines that stand in the sources once; applied twice, none fits."""
     changes = changes_of(PAGE)
-    assert len(changes) > 30 and {change.path for change in changes} >= {"engine/types.py", "engine/cpu/c/sampling.c"}
+    assert len(changes) > 30 and {change.path for change in changes} >= {"engine/values/sampling.py", "engine/cpu/c/sampling.c"}
     (tmp_path / "a.py").write_text("one\ntwo\none\n")
     for old in ("one\n", "three\n"):
         with pytest.raises(Misfit, match=re.escape("a.py has")):

@@ -189,9 +189,9 @@ def test_every_public_name_of_an_installed_tree_can_be_imported(tree: Path, tmp_
     done = python_in(tree, NAMES, *modules, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     names = json.loads(done.stdout)
-    assert "<class 'rollout.engine.types.Sampling'>" in names["rollout"] and len(names["rollout"]) >= 7
+    assert "<class 'rollout.engine.values.sampling.Sampling'>" in names["rollout"] and len(names["rollout"]) >= 7
     (tmp_path / "rollout").mkdir()
-    (tmp_path / "rollout" / "__init__.py").write_text("from engine.types import Sampling\n__all__ = ['Sampling']\n")
+    (tmp_path / "rollout" / "__init__.py").write_text("from engine.values import Sampling\n__all__ = ['Sampling']\n")
     done = python_in(tmp_path, NAMES, "rollout", cwd=tmp_path)
     assert done.returncode and "engine is not there" in done.stderr, "the negative control: the sources are kept away"
 
@@ -230,7 +230,7 @@ def test_the_build_imports_the_standard_library_alone() -> None:
     bare = [sys.executable, "-I", "-S", "-c"]
     done = subprocess.run([*bare, program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    lacking = subprocess.run([*bare, f"{program}, rollout.engine.types"], capture_output=True, text=True, timeout=60)
+    lacking = subprocess.run([*bare, f"{program}, rollout.engine.values"], capture_output=True, text=True, timeout=60)
     assert "No module named" in lacking.stderr, "the control: these are not there"
 
 
@@ -245,9 +245,9 @@ def test_a_copy_without_links_has_the_same_modules(sources: Path, tree: Path, tm
     for name in LINKED:
         shutil.rmtree(copied / "rollout" / name)
     (copied / "rollout" / "engine").write_text("../engine")
-    places = "import rollout.engine.types as one, rollout.transport.frames as two; print(one.__file__, two.__file__)"
+    places = "import rollout.engine.values as one, rollout.transport.frames as two; print(one.__file__, two.__file__)"
     done = python_in(copied, ALONE + places, cwd=tmp_path)
-    assert done.stdout.split() == [str(copied / "engine/types.py"), str(copied / "transport/frames.py")], done.stderr
+    assert done.stdout.split() == [str(copied / "engine/values/__init__.py"), str(copied / "transport/frames.py")], done.stderr
     done = built(copied, tmp_path / "wheel")
     assert done.returncode == 0, done.stderr[-3000:]
     assert files_of(tmp_path / "wheel") == files_of(tree) and len(files_of(tree)) > 300

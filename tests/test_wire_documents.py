@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from rollout.config import MIN_GRACE_S
-from rollout.engine.types import Limits, Sampling
+from rollout.engine.values import Limits, Sampling
 from rollout.service.loop import ServiceTiming
 from rollout.service.session import MAX_REPLY_BYTES
 from rollout.service.streaming import MOST_TOKENS, MOST_UNREAD

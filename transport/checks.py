@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.engine.types import (
+from rollout.engine.values import (
     SEED_LIMIT,
     Group,
     PartialSample,

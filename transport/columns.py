@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.engine.types import COLUMNS, SEED_LIMIT, Layout, PartialSample, Sample, TokenChunk, TokenColumns, concat_arrays
+from rollout.engine.values import COLUMNS, SEED_LIMIT, Layout, PartialSample, Sample, TokenChunk, TokenColumns, concat_arrays
 from rollout.transport.errors import InvalidRequest, ProtocolError
 from rollout.transport.messages import ROUTES_FRAME_BYTES, Ended, PackedChildren, Progress, SamplesDone
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.errors import InvalidRequest, ProtocolError
 
 Frame = bytes | memoryview

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from rollout.engine.types import FinishReason, KVPolicy, Limits, Refreshed, Routing, Sampling, Tag
+from rollout.engine.values import FinishReason, KVPolicy, Limits, Refreshed, Routing, Sampling, Tag
 from rollout.transport.weights import Offer
 
 PROTOCOL = 5

@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.frames import Frame
 from rollout.transport.keys.authenticator import KeyAuthenticator
 from rollout.transport.keys.cookie import ClientCookie, Cookie, require

@@ -21,7 +21,7 @@ from rollout.engine.cpu.experts import Routes
 from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.kernels import Kernels, Linear, linear_struct
 from rollout.engine.forward.summed import Summed
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 
 MOST_RANKS = 8
 ROWS = 256

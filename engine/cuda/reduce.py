@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.nn.functional import linear
 
 from rollout.engine.forward.summed import RankExchange, Summed, summed_of
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 
 WIDTH = 1024
 """numbers that a program of `add_up` adds up"""

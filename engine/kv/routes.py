@@ -21,7 +21,7 @@ from rollout.engine.memory import DeviceMemory
 
 
 class RouteGeometry(NamedTuple):
-    """Shape of the routes of a model: the fields of `rollout.engine.types.Routing`."""
+    """Shape of the routes of a model: the fields of `rollout.engine.values.Routing`."""
 
     layers: tuple[int, ...]
     """decoder layer of each row of a token's routes"""

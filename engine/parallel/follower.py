@@ -48,7 +48,7 @@ from rollout.engine.parallel.placement import RankPosition, connect, process_gro
 from rollout.engine.parallel.ranks import Met, RankWorker, open_rank, open_ranks, shared_exchange, shared_store, with_device_of
 from rollout.engine.parallel.weights import elements, put_in_part
 from rollout.engine.scheduling.plan import Plan
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 from rollout.engine.weights.cuts import Part, parts_of
 from rollout.engine.weights.live import Weights
 from rollout.engine.worker import no_report

@@ -30,7 +30,7 @@ from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankCh
 from rollout.engine.parallel.placement import MeetingPlace, RankPosition
 from rollout.engine.parallel.ranks import Met, shared_exchange, shared_store
 from rollout.engine.processes import run_module
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 
 FOLLOWER = "rollout.engine.parallel.follower"
 END_S = 5.0

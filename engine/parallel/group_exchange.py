@@ -24,7 +24,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from rollout.engine.cpu.sums import SHARED_BYTES, Exchange, ExchangeStruct, shared_bytes
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 
 FUTEX = {"x86_64": 202, "aarch64": 98}
 """number of the system call, by the kind of machine"""

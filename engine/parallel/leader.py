@@ -29,7 +29,7 @@ from rollout.engine.parallel.placement import START_S, RankPosition, position_of
 from rollout.engine.parallel.ranks import Met, RankWorker, open_rank, open_ranks, with_device_of
 from rollout.engine.parallel.weights import DividedWeights, divided_weights
 from rollout.engine.scheduling.plan import Plan
-from rollout.engine.types import RankLost, Tag
+from rollout.engine.values import RankLost, Tag
 from rollout.engine.weights.cuts import NotCut
 from rollout.engine.weights.live import Weights
 from rollout.engine.worker import InFlight, Report, no_report

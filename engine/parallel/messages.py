@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import Tag
+from rollout.engine.values import Tag
 
 LENGTH = struct.Struct("<Q")
 MOST_BYTES = 1 << 32

@@ -25,7 +25,7 @@ import msgspec
 
 from rollout.engine.parallel.greeting import Reception
 from rollout.engine.parallel.messages import Joining, RankChannel, Reply
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 
 START_S = 600.0
 """how long a rank waits for another one until all have loaded"""

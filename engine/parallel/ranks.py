@@ -28,7 +28,7 @@ from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.parallel.placement import START_S, RankPosition
 from rollout.engine.scheduling.plan import Plan
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 from rollout.engine.weights.cuts import NotCut
 from rollout.engine.weights.layer_cuts import summed_products_of
 from rollout.engine.worker import InFlight, Report, Worker, WorkerParts, no_report, open_worker

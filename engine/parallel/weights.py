@@ -22,7 +22,7 @@ import xxhash
 
 from rollout.engine.memory import DeviceMemory, placed, side_by_side, without_hashes
 from rollout.engine.parallel.messages import ExchangeWeights, OpenStaged, RankAnswer, ReadElements, StageElements
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.engine.weights.cuts import Cut, Part, parts_of
 from rollout.engine.weights.inventory import READ_BYTES, Inventory
 from rollout.engine.weights.live import Weights, WeightsTorn, unstaged

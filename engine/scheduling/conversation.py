@@ -27,7 +27,7 @@ from rollout.engine.kv.store import BlockStore
 from rollout.engine.kv.versions import KVVersions
 from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.sequence import Sequence
-from rollout.engine.types import Group
+from rollout.engine.values import Group
 
 MAX_TURNS = 65_536
 """most turns in the index, the newest ones"""

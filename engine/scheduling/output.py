@@ -14,7 +14,7 @@ from rollout.engine.scheduling.plan import SampledTokens, TopLogprobs
 from rollout.engine.scheduling.sequence import Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.stopping import TokenCounts
-from rollout.engine.types import FinishReason, Sample
+from rollout.engine.values import FinishReason, Sample
 
 Learn = Callable[[Sequence, tuple[int, ...], list[int]], None]
 """called with a sequence, its draft and the tokens that were appended"""

@@ -30,7 +30,7 @@ from rollout.engine.scheduling.rows import build_plan, decode_rows, prefill_row
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence, Submission
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.stopping import Stops
-from rollout.engine.types import Group, Sample, TokenChunk
+from rollout.engine.values import Group, Sample, TokenChunk
 
 MAX_SCORES = 1024
 """given tokens that one step scores: their logits are in memory together"""

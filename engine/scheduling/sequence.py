@@ -12,7 +12,7 @@ import numpy as np
 from rollout.engine.kv.block import Block
 from rollout.engine.kv.versions import KVVersions, Versions
 from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
-from rollout.engine.types import FinishReason, Group, KVSpans, PartialSample, Sample, TokenChunk, slice_kv_spans, slice_spans
+from rollout.engine.values import FinishReason, Group, KVSpans, PartialSample, Sample, TokenChunk, slice_kv_spans, slice_spans
 
 
 class Submission(NamedTuple):

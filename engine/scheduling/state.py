@@ -25,7 +25,7 @@ from rollout.engine.scheduling.queue import RunningTable, WaitingQueue
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.windows import WindowBlocks
-from rollout.engine.types import FinishReason, Sample
+from rollout.engine.values import FinishReason, Sample
 
 CONTINUED: frozenset[FinishReason] = frozenset(("stop", "length", "cut", "deadline"))
 """finish reasons of a child that another turn may continue"""

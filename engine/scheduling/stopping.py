@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.engine.scheduling.plan import LogitAdjustment, Penalties, TopLogprobs
-from rollout.engine.types import FinishReason, Group, PartialSample, Sampling
+from rollout.engine.values import FinishReason, Group, PartialSample, Sampling
 from rollout.engine.vocabulary import Vocabulary
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rollout.engine.memory import DeviceMemory
-from rollout.engine.types import WeightUpdate
+from rollout.engine.values import WeightUpdate
 from rollout.engine.weights.staging import Source, StagedTensor, Staging
 from rollout.engine.weights.tensors import InvalidWeights, flat_bytes
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from rollout.engine.memory import DeviceMemory
-from rollout.engine.types import WeightUpdate
+from rollout.engine.values import WeightUpdate
 from rollout.engine.weights.staging import Source, source_of
 from rollout.engine.weights.tensors import describe, flat_bytes, info_of, with_digest
 

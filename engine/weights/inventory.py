@@ -12,7 +12,7 @@ import xxhash
 from msgspec.structs import replace
 
 from rollout.engine.memory import Hashes
-from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.values import TensorInfo, manifest_digest
 from rollout.engine.weights.published import published_names
 from rollout.engine.weights.tensors import (
     DTYPES,

@@ -31,7 +31,7 @@ import torch
 from msgspec.structs import replace
 
 from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
-from rollout.engine.types import Served, TensorInfo, WeightUpdate
+from rollout.engine.values import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.device_staging import DeviceStaging
 from rollout.engine.weights.in_place import InPlaceStaging

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from msgspec.structs import replace
 
-from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo
+from rollout.engine.values import Adapter, BaseMismatch, LoraTarget, TensorInfo
 from rollout.engine.weights.inventory import Digests, Inventory
 from rollout.engine.weights.staging import StagedTensor, finite
 from rollout.engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rollout.engine.types import TensorInfo, WeightUpdate, manifest_digest
+from rollout.engine.values import TensorInfo, WeightUpdate, manifest_digest
 from rollout.engine.weights.rounding import Roundings
 from rollout.engine.weights.tensors import InvalidWeights, tensor_bytes
 

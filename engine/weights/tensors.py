@@ -1,6 +1,6 @@
 """Names and bytes of a model's tensors, for the engine that refreshes them and the trainer that sends them.
 
-Imports torch and `rollout.engine.types` only, so that a trainer can import it: both sides agree on which tensors a model has
+Imports torch and `rollout.engine.values` only, so that a trainer can import it: both sides agree on which tensors a model has
 and which bytes a tensor is."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

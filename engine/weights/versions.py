@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.engine.types import Served
+from rollout.engine.values import Served
 from rollout.engine.weights.tensors import InvalidWeights
 
 VERSION_LIMIT = 2**63

@@ -25,7 +25,7 @@ from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import PromptSource, lognormal
 from rollout.bench.target import Target
 from rollout.config import Config
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 SIZES = (1, 2, 4, 8, 32, 128)
 """groups of a batch, the needle included"""

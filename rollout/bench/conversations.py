@@ -30,7 +30,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.client.streams import SampleStream
 from rollout.config import Config
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 CONVERSATIONS, TURNS = 1000, 3
 PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS = 32, 8, 8

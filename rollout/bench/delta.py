@@ -17,7 +17,7 @@ from rollout.bench.target import connected
 from rollout.client.lora import digest_of_tensors
 from rollout.config import Config
 from rollout.engine.forward.random_weights import load_module
-from rollout.engine.types import Refreshed
+from rollout.engine.values import Refreshed
 from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
 

@@ -19,7 +19,7 @@ from rollout.bench.harness import BenchSetup, Row
 from rollout.config import Config
 from rollout.engine.forward.arithmetic import without_fp8
 from rollout.engine.forward.random_weights import load_module
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.exact import sample_logprobs, use_exact
 
 PROMPTS, PROMPT_TOKENS, N, NEW_TOKENS = 8, 512, 4, 128

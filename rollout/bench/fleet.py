@@ -31,7 +31,7 @@ from rollout.bench.workloads import Workload, find
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 WAIT_S = 600.0
 SHORT_SIZES = (8, 16, 32)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 KINDS = ("token", "logprob", "seed", "best_of_8", "old_weights", "temperature")
 TRIES = 7

@@ -31,7 +31,7 @@ from rollout.engine.forward.shapes import configuration
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import Copied
 from rollout.engine.processes import run_module
-from rollout.engine.types import Group, Refreshed, Sampling
+from rollout.engine.values import Group, Refreshed, Sampling
 from rollout.service.loop import open_service
 from rollout.transport.weights import Via
 

@@ -22,7 +22,7 @@ from rollout.engine.devices import device_of
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 
 OFFLOADS = (

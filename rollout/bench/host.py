@@ -32,7 +32,7 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.sampling import PendingTokens, SamplingBatch
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.scheduling.plan import SampledTokens
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 
 SEQUENCES = (1, 8, 128, 256)
 PROMPT_TOKENS, N, NEW_TOKENS = 512, 16, 256

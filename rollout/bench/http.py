@@ -31,7 +31,7 @@ from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.engine.processes import run_module
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 PROMPTS, N = 8, 32
 PROMPT_TOKENS, NEW_TOKENS = 128, 128

@@ -33,7 +33,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.arithmetic import without_int8
 from rollout.engine.forward.model import Model
 from rollout.engine.forward.random_weights import load_module
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import sample_logprobs, use_exact
 
 ROWS = (1, 2, 4, 8)

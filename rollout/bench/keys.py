@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
-from rollout.engine.types import NONE_SERVED, Limits, Sample, Sampling
+from rollout.engine.values import NONE_SERVED, Limits, Sample, Sampling
 from rollout.service.journal import Journal, SessionIdentity
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_samples

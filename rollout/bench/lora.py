@@ -19,7 +19,7 @@ from rollout.bench.target import connected
 from rollout.client.lora import base_tensors, digest_of_tensors
 from rollout.config import Config, InputError
 from rollout.engine.forward.random_weights import load_module
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.exact import use_exact
 from rollout.models import hide_progress_bars
 

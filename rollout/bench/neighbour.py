@@ -21,7 +21,7 @@ from typing import IO
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.engine.engine import Engine
 from rollout.engine.processes import run_module
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 512
 """a tail of few rows, in which threads wait most often"""

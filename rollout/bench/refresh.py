@@ -22,7 +22,7 @@ from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 WAYS = ("files", "gloo", "inline", "shm")
 PROMPTS, PROMPT_TOKENS, N = 2, 256, 8

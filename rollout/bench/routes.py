@@ -26,7 +26,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
 from rollout.engine.forward.random_weights import draw
 from rollout.engine.forward.routes import choices_of, experts_in
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import batch_routes, replay, sample_logprobs, use_exact
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2")

@@ -21,7 +21,7 @@ from rollout.bench.workloads import Workload
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.shapes import is_random
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 COUNTERS = (
     "prefill_tokens", "recomputed_tokens", "prefix_hit_tokens", "fork_saved_tokens", "offloads", "offloaded_blocks",

@@ -22,7 +22,7 @@ from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import of_vocabulary
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import module_of
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.models import hide_progress_bars
 
 PROMPTS, N, PROMPT_TOKENS, TOKENS = 8, 8, 64, 1024

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.client.api import RolloutClient
 from rollout.config import Config
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.models import hide_progress_bars
 from rollout.process import RunningService, service_process
 

@@ -30,7 +30,7 @@ from rollout.bench.target import connected
 from rollout.client.aio import AsyncRolloutClient
 from rollout.client.api import RolloutClient
 from rollout.config import Config, InputError
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 KV_TTL_S = 600.0
 WAIT_S = 3600.0

@@ -22,7 +22,7 @@ from rollout.bench.inputs import RandomText
 from rollout.bench.target import connected
 from rollout.bench.vanish import all_serve, bits
 from rollout.config import Config, FleetConfig
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 SHARES = (0.0, 0.05, 1.0)
 PROMPTS, N, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 128, 128

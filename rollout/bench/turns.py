@@ -24,7 +24,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 CONVERSATIONS, TURNS = 8, 10
 PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS = 256, 48, 64

@@ -26,7 +26,7 @@ from rollout.bench.inputs import RandomText
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 PROMPTS, N, PROMPT_TOKENS, NEW_TOKENS = 24, 8, 128, 128
 KILLS = 3

@@ -29,7 +29,7 @@ from rollout.client.verification import Verified
 from rollout.config import Config
 from rollout.engine.cpu.isa import ISAS, lacking
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.models import hide_progress_bars
 
 HONEST, FORGED = 10_000, 2_000

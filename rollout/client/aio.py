@@ -36,7 +36,7 @@ from rollout.client.submission import (
 from rollout.client.text import Prompt
 from rollout.client.verification import Verified
 from rollout.client.wakeups import Wakeups
-from rollout.engine.types import Group, KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
+from rollout.engine.values import Group, KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.weights import Via
 
 

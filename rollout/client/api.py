@@ -35,7 +35,7 @@ from rollout.client.submission import (
 )
 from rollout.client.text import Prompt
 from rollout.client.verification import Verified
-from rollout.engine.types import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
+from rollout.engine.values import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
 

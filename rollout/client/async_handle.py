@@ -12,7 +12,7 @@ from rollout.client.handle import Handle, OnChange
 from rollout.client.refresh import RefreshHandle
 from rollout.client.streams import CallGroups
 from rollout.client.wakeups import Signal, Wakeups
-from rollout.engine.types import Group, PartialSample, Refreshed, Sample, TokenChunk
+from rollout.engine.values import Group, PartialSample, Refreshed, Sample, TokenChunk
 from rollout.transport.errors import RequestTimeout
 
 T = TypeVar("T")

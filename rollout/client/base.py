@@ -15,7 +15,7 @@ from rollout.client.refresh import WeightSender
 from rollout.client.session import ClientSession
 from rollout.client.submission import TokenIds
 from rollout.client.text import Messages, Prompt, TextCodec
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights.group import own_address

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.errors import NotBelieved
 from rollout.transport.frames import Frame, frame_bytes
 from rollout.transport.messages import UNTAKEN_BYTES, Ack, Welcome

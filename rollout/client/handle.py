@@ -11,7 +11,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, TokenChunk, TokenColumns, html_table, no_tokens
+from rollout.engine.values import (
+    Group,
+    PartialSample,
+    Sample,
+    Sampling,
+    Served,
+    TokenChunk,
+    TokenColumns,
+    html_table,
+    no_tokens,
+)
 from rollout.transport.checks import NOTHING, Bounds, check_chunk, check_goes_on, check_group, check_sample
 from rollout.transport.errors import InvalidRequest, RequestTimeout, RolloutError
 from rollout.transport.frames import Frame

@@ -24,7 +24,7 @@ from typing import Any
 from rollout.client.connection import AckQueue, ConnectionState, LinkTiming, SendQueue, check_same_service, restarted
 from rollout.client.handle import OpenHandle
 from rollout.client.pending import PendingRequests, child_aborts
-from rollout.engine.types import Limits, Served
+from rollout.engine.values import Limits, Served
 from rollout.logs import Repeats, logger
 from rollout.transport import messages as m
 from rollout.transport.columns import unpack_samples

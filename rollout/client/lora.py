@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
-from rollout.engine.types import Adapter, LoraTarget, manifest_digest
+from rollout.engine.values import Adapter, LoraTarget, manifest_digest
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused
 from rollout.transport.weights.tensors import digest
 

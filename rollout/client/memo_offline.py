@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rollout.client.memo import Memo, refresh_name
-from rollout.engine.types import Refreshed, Served, manifest_digest
+from rollout.engine.values import Refreshed, Served, manifest_digest
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, RolloutError, WeightsRefused
 from rollout.transport.frames import Decoder, Frame, pack

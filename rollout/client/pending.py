@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout.client.connection import split_ids
 from rollout.client.handle import OpenHandle
-from rollout.engine.types import Limits, Sample, Served
+from rollout.engine.values import Limits, Sample, Served
 from rollout.identity import WORDS
 from rollout.logs import logger
 from rollout.transport.checks import NOTHING, Bounds

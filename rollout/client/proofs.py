@@ -12,7 +12,7 @@ from rollout.client.streams import finished
 from rollout.client.submission import Samples
 from rollout.client.text import Prompt
 from rollout.client.verification import Verified
-from rollout.engine.types import Refreshed, Sample, Sampling
+from rollout.engine.values import Refreshed, Sample, Sampling
 
 REFRESH_S = 600.0
 """longest time for a refresh of a replay"""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rollout.client.submission import TokenIds, token_array
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.identity import Role, drawn_by, numbered, prompt_digest, result_digest, sampling_of, short
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.messages import Welcome

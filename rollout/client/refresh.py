@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from rollout.client.link import Link
-from rollout.engine.types import Adapter, KVPolicy, Limits, Refreshed, Served, manifest_digest
+from rollout.engine.values import Adapter, KVPolicy, Limits, Refreshed, Served, manifest_digest
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import check_refreshed

@@ -22,7 +22,7 @@ import numpy as np
 
 from rollout.client.receipts import Receipt
 from rollout.client.verification import Here
-from rollout.engine.types import Group, PartialSample, Refreshed, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Refreshed, Sample, Sampling
 from rollout.identity import BATCH, DRAWN_BY, WORDS, first_difference, prompt_digest, result_digest, short
 from rollout.transport.errors import InvalidRequest
 

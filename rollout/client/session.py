@@ -20,7 +20,7 @@ from rollout.client.receipts import Receipt, receipt_of
 from rollout.client.replaying import TTL_S, Change, Replay, Way
 from rollout.client.submission import TokenIds, check_budget, check_configuration, checked, seeded, sendable, token_array
 from rollout.client.verification import GroupCheck, Here
-from rollout.engine.types import Group, Limits, Sample, Sampling, Served, Tag
+from rollout.engine.values import Group, Limits, Sample, Sampling, Served, Tag
 from rollout.identity import WORDS
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, ServiceLost

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rollout.client.handle import Handle, OnChange
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from rollout.transport.errors import RequestTimeout
 
 

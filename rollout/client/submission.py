@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from rollout.client.handle import Handle, OpenHandle
-from rollout.engine.types import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
+from rollout.engine.values import SEED_LIMIT, Group, Limits, PartialSample, Sample, Sampling
 from rollout.transport.columns import pack_partials
 from rollout.transport.errors import GroupFailed, InvalidRequest, LimitExceeded
 from rollout.transport.frames import Frame, pack

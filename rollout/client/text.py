@@ -16,7 +16,7 @@ from typing import Any, TypeGuard, cast
 
 from rollout.client.submission import TokenIds
 from rollout.client.token_text import TokenText, visible
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.transport.errors import InvalidRequest, NoTokenizer
 
 Messages = Sequence[Mapping[str, Any]]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.engine.vocabulary import NoVocabulary, Vocabulary
 
 REPLACEMENT = "\ufffd"

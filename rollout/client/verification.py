@@ -17,7 +17,7 @@ import numpy as np
 
 from rollout.client.receipts import Receipt
 from rollout.client.submission import TokenIds, check_scored, checked, token_array
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.identity import BATCH, WORDS, drawn_by, first_difference, prompt_digest, result_digest, short
 from rollout.transport.checks import Bounds, check_sample
 from rollout.transport.errors import InvalidRequest

@@ -10,7 +10,7 @@ import tyro
 from rollout import config as configuration
 from rollout.config import DEFAULT_ENDPOINT, Config, InputError, nearest
 from rollout.engine.config import IsaName, KVName, WeightOffload
-from rollout.engine.types import KVPolicy, Sampling, Tag
+from rollout.engine.values import KVPolicy, Sampling, Tag
 from rollout.transport.keys.files import DEFAULT_FILE, Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]

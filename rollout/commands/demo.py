@@ -16,7 +16,7 @@ from rollout.client.api import RolloutClient
 from rollout.commands.progress import Phases
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.process import service_process
 
 QUESTIONS = (

@@ -30,7 +30,7 @@ from rollout.commands.lines import counted
 from rollout.commands.progress import Phases
 from rollout.commands.sample_file import Prompt, complete_groups, keep_groups, open_out
 from rollout.config import Config, InputError, nearest
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.process import service_process
 
 WAYS = ("messages", "prompt", "token_ids")

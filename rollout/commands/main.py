@@ -32,7 +32,7 @@ from rollout.commands.arguments import (
 from rollout.commands.connecting import connected
 from rollout.commands.interrupt import INTERRUPTED, imports_end
 from rollout.config import CannotServe, Config, InputError
-from rollout.engine.types import DeviceLost
+from rollout.engine.values import DeviceLost
 from rollout.models import ModelNotFound
 from rollout.process import ServiceFailed
 from rollout.transport.errors import RolloutError

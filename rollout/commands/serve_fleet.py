@@ -23,7 +23,7 @@ from rollout.commands.starting import listen, open_ledger
 from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, InputError, TrackingConfig, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.processes import run_module
-from rollout.engine.types import Limits, Served
+from rollout.engine.values import Limits, Served
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.fleet.owners import Ban, Owners

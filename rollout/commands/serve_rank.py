@@ -8,7 +8,7 @@ import sys
 from rollout.commands.arguments import ServeArgs
 from rollout.config import CannotServe, Config, InputError
 from rollout.engine.parallel.placement import RankPosition, position_of
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 
 
 def position(config: Config, args: ServeArgs) -> RankPosition:

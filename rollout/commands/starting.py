@@ -17,7 +17,7 @@ from rollout.commands.interrupt import INTERRUPTED
 from rollout.commands.progress import Phases, nothing
 from rollout.config import CannotServe, Config, InputError, TrackingConfig
 from rollout.engine.forward.shapes import is_random
-from rollout.engine.types import Mode
+from rollout.engine.values import Mode
 from rollout.metrics.sinks import Sink, open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import live_of

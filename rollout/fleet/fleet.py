@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollout.engine.types import (
+from rollout.engine.values import (
     Group,
     KVPolicy,
     Limits,

@@ -20,7 +20,7 @@ import msgspec
 from rollout.client.handle import OpenHandle
 from rollout.client.link import Link
 from rollout.client.submission import handle_of, submit_of
-from rollout.engine.types import FinishReason, Group, PartialSample, Sample, TokenChunk
+from rollout.engine.values import FinishReason, Group, PartialSample, Sample, TokenChunk
 from rollout.fleet import retries, routing
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.open_groups import OpenGroup, Origins, PlacedChildren, is_banned, new_tokens, remove_child, seeded

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.errors import ProtocolError

@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.fleet.launcher import PREFIX, ProcessExit, Use, alike, least_used
 from rollout.fleet.owners import Ban, Owner, Owners
 from rollout.fleet.timing import TIMING, Timing

@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from rollout.client.handle import OpenHandle
-from rollout.engine.types import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
+from rollout.engine.values import SEED_LIMIT, FinishReason, Group, PartialSample, Sample, Sampling, TokenChunk, no_tokens
 from rollout.fleet.owners import Owner
 from rollout.fleet.replica import Replica
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.client.connection import LinkTiming
 from rollout.client.link import Link
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.owners import Owner
 from rollout.fleet.replica_status import ProgressWatch, ReplicaStatus, read_status

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.engine.types import NONE_SERVED, Routing, Served
+from rollout.engine.values import NONE_SERVED, Routing, Served
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.join_listener import JoinListener, ReplicaEvent
 from rollout.fleet.launcher import LauncherLike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.fleet.open_groups import OpenGroup, PlacedChildren
 from rollout.fleet.replica import Replica
 from rollout.transport.errors import InvalidRequest, LimitExceeded, RolloutError

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Adapter, KVPolicy, TensorInfo
+from rollout.engine.values import Adapter, KVPolicy, TensorInfo
 from rollout.transport.errors import WeightsRefused, WrongBase
 from rollout.transport.weights.files import DTYPES
 from rollout.transport.weights.shm import Segment, ShmOffer

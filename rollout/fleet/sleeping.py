@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, get_args
 
-from rollout.engine.types import Tag
+from rollout.engine.values import Tag
 from rollout.transport import messages as m
 
 PARTS: frozenset[Tag] = frozenset(get_args(Tag))

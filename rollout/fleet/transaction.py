@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import KVPolicy, Refreshed, manifest_digest
+from rollout.engine.values import KVPolicy, Refreshed, manifest_digest
 from rollout.fleet.replica import Replica
 from rollout.fleet.shared_weights import SharedWeights
 from rollout.logs import logger

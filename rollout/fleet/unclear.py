@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.fleet.owners import Owner
 from rollout.logs import logger
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from rollout.client.submission import handle_of, submit_of
 from rollout.client.verification import GroupCheck, Here, Verified
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.open_groups import Held, OpenGroup, Origins, is_untrusted
 from rollout.fleet.owners import Owner

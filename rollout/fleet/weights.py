@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.engine.types import NONE_SERVED, KVPolicy, Refreshed, Served, TensorInfo, WeightUpdate, manifest_digest
+from rollout.engine.values import NONE_SERVED, KVPolicy, Refreshed, Served, TensorInfo, WeightUpdate, manifest_digest
 from rollout.fleet.replica import Replica, linked, serving
 from rollout.fleet.shared_weights import LiveContent, SharedWeights, Versions, bytes_of
 from rollout.fleet.transaction import ReplicaTransaction, sees_memory

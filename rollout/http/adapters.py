@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from rollout.engine.types import KVPolicy
+from rollout.engine.values import KVPolicy
 from rollout.http.control import ServiceControl, step_of
 from rollout.http.endpoints import Endpoints
 from rollout.http.errors import HttpError, bad, not_served

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from rollout.client.token_text import visible
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.http.conversation import (
     TokenIdCache,
     Tool,

@@ -19,7 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from rollout.engine.types import KVPolicy, Tag
+from rollout.engine.values import KVPolicy, Tag
 from rollout.http.endpoints import Endpoints, Handler, flag, only_parameters
 from rollout.http.errors import HttpError, bad, not_served
 from rollout.http.generation import GenerationService

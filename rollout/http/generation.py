@@ -17,7 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from rollout.client.handle import Handle
-from rollout.engine.types import FinishReason, Group, Sample, Sampling, TokenChunk
+from rollout.engine.values import FinishReason, Group, Sample, Sampling, TokenChunk
 from rollout.http.endpoints import unless_disconnected
 from rollout.http.errors import HttpError, bad
 from rollout.http.metrics import RequestMeter

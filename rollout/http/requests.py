@@ -20,7 +20,7 @@ import numpy as np
 
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.engine.types import Sample, Sampling, TokenChunk
+from rollout.engine.values import Sample, Sampling, TokenChunk
 from rollout.http.errors import HttpError
 from rollout.http.settings import RequestLimits
 from rollout.transport.errors import LimitExceeded

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Routing, Sample, Sampling
+from rollout.engine.values import Routing, Sample, Sampling
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import PromptGroup
 from rollout.http.sampling import VllmSampling

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.engine.types import MAX_PRIORITY, Limits, Sampling
+from rollout.engine.values import MAX_PRIORITY, Limits, Sampling
 from rollout.http.errors import bad, not_served
 from rollout.transport.errors import InvalidRequest
 

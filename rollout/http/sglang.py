@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import Arrival, GenerationService, PromptGroup, checked_name

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from rollout.client.token_text import REPLACEMENT, TextPiece, TokenText, cut, visible
-from rollout.engine.types import Sample, TokenChunk
+from rollout.engine.values import Sample, TokenChunk
 
 
 class Text:

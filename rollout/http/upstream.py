@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Refreshed
+from rollout.engine.values import Refreshed
 from rollout.http.errors import bad
 from rollout.transport.errors import Busy, SourceUnreachable
 from rollout.transport.messages import Welcome

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from rollout.client.token_text import cut, visible
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.http.endpoints import Endpoints, EventStream, unless_disconnected
 from rollout.http.errors import bad, not_served
 from rollout.http.generation import Arrival, GenerationService, PromptGroup, checked_name

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 
 
 def encode(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:

@@ -32,7 +32,7 @@ import msgspec
 
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.engine.types import KVPolicy, Sample, Sampling
+from rollout.engine.values import KVPolicy, Sample, Sampling
 from rollout.integrations.common import checkpoint_name, encode, finished, full_buffers, seed_of, whole
 from rollout.integrations.trl_async import RolloutSample, ServiceRolloutWorker, ServiceWeights
 from rollout.transport.weights import Via

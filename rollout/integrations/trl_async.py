@@ -20,7 +20,7 @@ import numpy as np
 
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.engine.types import KVPolicy, Sample, Sampling
+from rollout.engine.values import KVPolicy, Sample, Sampling
 from rollout.integrations.common import encode, finished, full_buffers, seed_of
 from rollout.transport.errors import RequestTimeout
 from rollout.transport.weights import Via

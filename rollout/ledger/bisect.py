@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rollout.client.replaying import STOPPED
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.identity import COMPUTED_BY, OPTIONS, first_difference
 from rollout.ledger.reader import RecordedGroup, RecordedRefresh, RecordedRun, RecordedSample, RecordedService
 from rollout.ledger.records import ROLES, mark_lengths

@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout.client.receipts import Receipt
 from rollout.config import InputError
-from rollout.engine.types import Sampling, TensorInfo
+from rollout.engine.values import Sampling, TensorInfo
 from rollout.identity import drawn_by, sampling_of, short
 from rollout.ledger import records as r
 from rollout.ledger.frames import HEADER, DamagedLedger, frames

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rollout.engine.types import FinishReason, KVPolicy, Sample, Sampling
+from rollout.engine.values import FinishReason, KVPolicy, Sample, Sampling
 from rollout.identity import Role, numbered
 
 REASONS: tuple[str, ...] = get_args(FinishReason)

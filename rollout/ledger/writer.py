@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from rollout.config import InputError
-from rollout.engine.types import Group, Sample, Sampling, Served, TensorInfo
+from rollout.engine.values import Group, Sample, Sampling, Served, TensorInfo
 from rollout.identity import given_digest, prompt_digest, result_digest
 from rollout.ledger import records as r
 from rollout.ledger.frames import HEADER, NAME, Chain, DamagedLedger, frames

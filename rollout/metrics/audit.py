@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.config import TrackingConfig
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from rollout.metrics.meters import Row

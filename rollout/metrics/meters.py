@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from rollout.metrics.histogram import SECONDS, TOKENS, Histogram, Histograms
 
 Row = dict[str, float]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollout.config import TrackingConfig
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from rollout.logs import logger
 from rollout.metrics.meters import EngineMeter, Row, SampleMeter
 from rollout.metrics.sinks import TIME_AXIS, HistogramSink, Sink

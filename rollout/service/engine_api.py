@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from rollout.engine.types import (
+from rollout.engine.values import (
     Group,
     KVPolicy,
     Limits,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollout.engine.types import SEED_LIMIT, DeviceLost, Group, Sample, Served
+from rollout.engine.values import SEED_LIMIT, DeviceLost, Group, Sample, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import EngineLike, live_of

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout.config import InputError
-from rollout.engine.types import FinishReason, Served
+from rollout.engine.values import FinishReason, Served
 from rollout.logs import logger
 from rollout.private_files import check_if_there, open_private
 from rollout.transport.errors import RolloutError

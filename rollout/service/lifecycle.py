@@ -6,7 +6,7 @@ waits for a request that cannot come.
 
 from __future__ import annotations
 
-from rollout.engine.types import Mode, Tag
+from rollout.engine.values import Mode, Tag
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, HasReplicas
 from rollout.service.session import Session

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from rollout.config import ServiceConfig
-from rollout.engine.types import NONE_SERVED, Served
+from rollout.engine.values import NONE_SERVED, Served
 from rollout.logs import logger
 from rollout.metrics.tracker import Tracker
 from rollout.service.access import REVOKED, Access

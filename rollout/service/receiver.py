@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.logs import logger
 from rollout.service.engine_groups import described
 from rollout.service.session import Sessions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rollout.engine.types import Group, KVPolicy, Refreshed, Sample, TensorInfo
+from rollout.engine.values import Group, KVPolicy, Refreshed, Sample, TensorInfo
 from rollout.service.engine_api import EngineLike
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.engine.types import Adapter, Refreshed, TensorInfo, WeightUpdate
-from rollout.engine.types import BaseMismatch as OtherBase
+from rollout.engine.values import Adapter, Refreshed, TensorInfo, WeightUpdate
+from rollout.engine.values import BaseMismatch as OtherBase
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, StagingLike
 from rollout.service.recording import AppliedRefresh

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rollout.engine.types import FinishReason, Group, Limits, Sample
+from rollout.engine.values import FinishReason, Group, Limits, Sample
 from rollout.identity import WORDS
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Sample, no_tokens
+from rollout.engine.values import Sample, no_tokens
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import GroupNames

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine.types import Group, TokenChunk
+from rollout.engine.values import Group, TokenChunk
 from rollout.service.engine_api import EngineLike
 from rollout.transport.columns import pack_progress
 from rollout.transport.messages import Progress

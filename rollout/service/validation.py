@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.engine.types import Group, Limits, Routing, Sampling
+from rollout.engine.values import Group, Limits, Routing, Sampling
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session
 from rollout.transport import messages as m

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rollout.engine.types import Mode, TensorInfo, manifest_digest
+from rollout.engine.values import Mode, TensorInfo, manifest_digest
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, HasTensors, OwnTensors
 from rollout.service.session import Session

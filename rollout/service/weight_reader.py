@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from rollout.engine.types import Mode
+from rollout.engine.values import Mode
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.session import Session

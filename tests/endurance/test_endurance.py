@@ -18,8 +18,8 @@ import zmq
 from rollout.client.api import RolloutClient
 from rollout.client.lora import digest_of_tensors
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group as EngineGroup
-from rollout.engine.types import Mode, Sample, Sampling
+from rollout.engine.values import Group as EngineGroup
+from rollout.engine.values import Mode, Sample, Sampling
 from rollout.identity import result_digest
 from rollout.transport import messages as m
 from rollout.transport.errors import InvalidRequest, RolloutError, SourceUnreachable, WeightsRefused

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.types import INTEGERS, LARGEST_LIMIT, NUMBERS, Group, Limits, Sample, Sampling
+from rollout.engine.values import INTEGERS, LARGEST_LIMIT, NUMBERS, Group, Limits, Sample, Sampling
 from rollout.service.validation import check_sample_frames
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}

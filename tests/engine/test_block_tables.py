@@ -9,7 +9,7 @@ from rollout.engine.scheduling.block_tables import BlockTables
 from rollout.engine.scheduling.counters import Counters
 from rollout.engine.scheduling.queue import RunningTable
 from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 
 
 class Setting:

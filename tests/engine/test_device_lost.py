@@ -11,7 +11,7 @@ import torch
 from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.cuda.device import CudaDevice, of_cuda
 from rollout.engine.engine import Engine
-from rollout.engine.types import DeviceLost
+from rollout.engine.values import DeviceLost
 from rollout.engine.worker import Worker
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run

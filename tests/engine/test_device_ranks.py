@@ -24,7 +24,7 @@ from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.summed import SLICES, Summed, sum_slices
 from rollout.engine.parallel.follower import Follower  # noqa: E402
 from rollout.engine.parallel.ranks import Ranks, check_alike  # noqa: E402
-from rollout.engine.types import Group, RankLost  # noqa: E402
+from rollout.engine.values import Group, RankLost  # noqa: E402
 from rollout.engine.weights.buffers import RefreshBuffers  # noqa: E402
 from rollout.engine.weights.layer_cuts import summed_products  # noqa: E402
 from rollout.engine.weights.tensors import InvalidWeights  # noqa: E402

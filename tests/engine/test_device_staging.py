@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine import memory as engine_memory  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
-from rollout.engine.types import TensorInfo, WeightUpdate  # noqa: E402
+from rollout.engine.values import TensorInfo, WeightUpdate  # noqa: E402
 from rollout.engine.weights.buffers import RefreshBuffers  # noqa: E402
 from rollout.engine.weights.in_place import InPlaceStaging  # noqa: E402
 from rollout.engine.weights.in_process import update_from  # noqa: E402

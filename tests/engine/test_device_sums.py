@@ -19,7 +19,7 @@ from rollout.engine.cuda import exact, reduce  # noqa: E402
 from rollout.engine.cuda.experts import group, product  # noqa: E402
 from rollout.engine.cuda.reduce import add_up, check_apart, sum_of_ranks  # noqa: E402
 from rollout.engine.forward.summed import SLICES, Summed  # noqa: E402
-from rollout.engine.types import RankLost  # noqa: E402
+from rollout.engine.values import RankLost  # noqa: E402
 from tests.support.device_ranks import exchanges, in_turn, on_all  # noqa: E402
 
 DTYPES = torch.float32, torch.bfloat16

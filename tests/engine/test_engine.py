@@ -17,7 +17,7 @@ from rollout.engine import memory
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.memory import VERSIONS, free_memory
-from rollout.engine.types import Group, Limits, Sampling
+from rollout.engine.values import Group, Limits, Sampling
 from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import ToyModel, engine, expected, group, run

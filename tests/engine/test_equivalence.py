@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.cpu.isa import best, here, isa_of
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from tests.support.equivalence import CLASSES, MIXED, ROOMY, Samples, assert_same, groups
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run

@@ -18,7 +18,7 @@ from rollout.engine.kv import fp8
 from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.tiny import tiny, tiny_engine

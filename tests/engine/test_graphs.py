@@ -25,7 +25,7 @@ from rollout.engine.cuda.graphs import FEW_LOGITS, MOST_TOKENS, Run, StepGraphs,
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.batch import padded  # noqa: E402
 from rollout.engine.memory import HostMemory, anonymous  # noqa: E402
-from rollout.engine.types import Sample  # noqa: E402
+from rollout.engine.values import Sample  # noqa: E402
 from rollout.engine.worker import ModelKernels, Worker  # noqa: E402
 from tests.support.fake_device import eager_memory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402

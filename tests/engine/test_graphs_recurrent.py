@@ -19,7 +19,7 @@ from rollout.engine.cuda.recurrence import TritonMixers  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.memory import anonymous  # noqa: E402
-from rollout.engine.types import Sample  # noqa: E402
+from rollout.engine.values import Sample  # noqa: E402
 from tests.support.captured import Captured, largest  # noqa: E402
 from tests.support.configs import engine_config  # noqa: E402
 from tests.support.equivalence import same  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.engine.engine import Engine
 from rollout.engine.scheduling.sequence import kv_at_end
-from rollout.engine.types import PartialSample, Sample, TokenColumns
+from rollout.engine.values import PartialSample, Sample, TokenColumns
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.toy import group, run
 

@@ -19,7 +19,7 @@ from rollout.engine.forward.latent import LatentHeads, plain_kv, use_latent_kv
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.kv.pages import LayerShape
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.families import MLA, build

@@ -20,7 +20,7 @@ from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV, keys_and_va
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.plan import plan_by_hand
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import CLASSES, MIXED, ROOMY, assert_same, groups
 from tests.support.families import build

@@ -18,7 +18,7 @@ from rollout.engine.forward.adjust import NOT_ALLOWED, Adjust, in_place
 from rollout.engine.forward.sampling import DrawKernel, SamplingBatch, launch_draws, sample
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.stopping import LogitRules, TokenCounts
-from rollout.engine.types import Group, PartialSample, Sampling
+from rollout.engine.values import Group, PartialSample, Sampling
 from tests.support.draws import CUTS, batch
 from tests.support.equivalence import assert_same
 from tests.support.toy import VOCAB, engine, group, run, toy_logits

@@ -12,7 +12,7 @@ import torch
 
 from rollout.client.handle import PartialOutputs
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.engine.values import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.transport.checks import Bounds
 from tests.support.equivalence import assert_same
 from tests.support.nightly import Draw

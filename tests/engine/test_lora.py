@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rollout.client.lora import Adapters
 from rollout.engine.config import WeightOffload
-from rollout.engine.types import Adapter, BaseMismatch, LoraTarget, TensorInfo, WeightUpdate
+from rollout.engine.values import Adapter, BaseMismatch, LoraTarget, TensorInfo, WeightUpdate
 from rollout.engine.weights.lora import merge_into
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest

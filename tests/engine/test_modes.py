@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.types import Mode
+from rollout.engine.values import Mode
 from rollout.engine.weights.live import Weights, WeightsTorn
 from tests.support.toy import engine, expected, group, run
 from tests.support.watermark import watermark_engine, weights_of

@@ -23,7 +23,7 @@ from rollout.engine.kv.pages import PagedKV
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import Sequence
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from rollout.engine.weights.live import Weights, WeightsTorn
 from tests.support.equivalence import assert_same
 from tests.support.harness import random_schedule

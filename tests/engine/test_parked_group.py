@@ -12,7 +12,7 @@ import pytest
 from rollout.engine.engine import Engine
 from rollout.engine.kv.block import BlockCopies
 from rollout.engine.kv.copies import Copied
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.tiny import tiny_engine
 
 pytestmark = pytest.mark.usefixtures("copies_pay")

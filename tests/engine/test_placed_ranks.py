@@ -22,7 +22,7 @@ from rollout.engine.parallel.follower import Follower
 from rollout.engine.parallel.group_exchange import GroupExchange
 from rollout.engine.parallel.messages import Joining, RankChannel
 from rollout.engine.parallel.placement import KEY, Address, MeetingPlace, RankPosition, connect, position_of, process_group
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 from tests.support.ranks import ranked_engine, ranks_in_threads, saved
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")

@@ -9,7 +9,7 @@ from rollout.engine.scheduling.fairness import over_share
 from rollout.engine.scheduling.preemption import evict_idle, offload, preempt
 from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
 from rollout.engine.scheduling.state import SchedulerState
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.configs import engine_config
 
 

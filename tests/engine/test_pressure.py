@@ -15,7 +15,7 @@ from rollout.engine.scheduling.admission import COMPUTED_PER_SAMPLED
 from rollout.engine.scheduling.credit import LEVELS
 from rollout.engine.scheduling.plan import SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.configs import engine_config
 from tests.support.nightly import Draw
 

@@ -29,7 +29,7 @@ from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.kv.pages import KVGeometry, PagedKV  # noqa: E402
 from rollout.engine.kv.sizing import PoolSizes  # noqa: E402
 from rollout.engine.memory import HostMemory  # noqa: E402
-from rollout.engine.types import Sample  # noqa: E402
+from rollout.engine.values import Sample  # noqa: E402
 from tests.support.configs import engine_config  # noqa: E402
 from tests.support.tiny import tiny, tiny_engine  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402

@@ -15,7 +15,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from tests.support.equivalence import Samples, assert_same
 from tests.support.families import build
 from tests.support.nightly import Draw

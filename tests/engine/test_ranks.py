@@ -9,7 +9,7 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.forward.sampling import SamplingBatch, launch_draws, sample
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 VOCABULARY = 300
 

@@ -22,7 +22,7 @@ from rollout.engine.kv import pools, sizing
 from rollout.engine.kv.sizing import pool_sizes, state_sizes
 from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.exact import use_exact
 from tests.support.families import build, outcome
 from tests.support.samebits import (

@@ -26,7 +26,7 @@ from rollout.engine.scheduling.drafts import DraftBudget, Drafts, may_draft
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.step_seconds import ENOUGH, StepSeconds
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.engine.worker import Worker
 from tests.support.configs import engine_config
 from tests.support.equivalence import assert_same

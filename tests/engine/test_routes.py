@@ -19,7 +19,7 @@ from rollout.engine.forward.model import Model
 from rollout.engine.forward.routes import NoRoutes, RouteRecorder, experts_in
 from rollout.engine.kv.routes import RoutePages
 from rollout.engine.scheduling.plan import Plan
-from rollout.engine.types import Group, PartialSample, Routing, Sample
+from rollout.engine.values import Group, PartialSample, Routing, Sample
 from rollout.exact import use_exact
 from tests.support.families import build
 from tests.support.routes import assert_routes, prompt_routes, seen_routes

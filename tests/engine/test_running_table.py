@@ -8,7 +8,7 @@ import pytest
 from rollout.engine.kv.block import Block
 from rollout.engine.scheduling.queue import RunningTable
 from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.invariants import check_table
 
 

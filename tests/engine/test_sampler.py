@@ -17,7 +17,7 @@ from rollout.engine.cpu.kernels import Kernels, choose
 from rollout.engine.forward import sampling as sampler
 from rollout.engine.forward.sampling import SamplingBatch, uniform
 from rollout.engine.scheduling.plan import SampledTokens
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from tests.support.draws import CUTS, batch, far_draws, far_logits
 from tests.support.isas import best_first
 

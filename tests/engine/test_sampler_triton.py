@@ -18,7 +18,7 @@ from rollout.engine.forward import sampling as sampler
 from rollout.engine.forward.adjust import NOT_ALLOWED  # noqa: E402
 from rollout.engine.forward.sampling import SamplingBatch  # noqa: E402
 from rollout.engine.scheduling.plan import SampledTokens  # noqa: E402
-from rollout.engine.types import Sampling  # noqa: E402
+from rollout.engine.values import Sampling  # noqa: E402
 from tests.support.draws import CUTS, batch, far_draws, far_logits  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

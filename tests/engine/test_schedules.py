@@ -25,7 +25,7 @@ from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
 from rollout.engine.scheduling.windows import FoundWindow, WindowBlocks
-from rollout.engine.types import FinishReason, Group, PartialSample, Sample, Sampling
+from rollout.engine.values import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
 from tests.support.nightly import Draw
 

@@ -15,7 +15,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.sampling import SamplingBatch, launch_draws
 from rollout.engine.scheduling import scheduler
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine

@@ -8,7 +8,7 @@ from rollout.engine.kv.block import Block
 from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.scheduling.rows import computed_by_other, shared_prefixes
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence, Submission
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 
 
 def family(prompt: int, children: int, own_blocks: bool = False) -> list[Row]:

@@ -13,7 +13,7 @@ from rollout.engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFI
 from rollout.engine.scheduling.fairness import RoundRobin
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.harness import TOKEN_S, Harness
 from tests.support.plans import PlanRow, commit, launch, rows, submit
 

@@ -10,7 +10,7 @@ import torch
 
 from rollout.engine.config import WeightOffload
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Mode, WeightUpdate
+from rollout.engine.values import Mode, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
 from tests.support.invariants import check

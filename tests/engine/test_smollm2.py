@@ -15,7 +15,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.load import load_model
 from rollout.engine.forward.model import Model
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.tiny import plain_logprobs
 from tests.support.toy import run
 

@@ -19,7 +19,7 @@ from rollout.client.api import RolloutClient
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.scheduling.stopping import Stops
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.engine.vocabulary import LETTERS, NoVocabulary, Vocabulary
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.loopback import LoopbackService

@@ -16,7 +16,7 @@ from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.engine import Engine
 from rollout.engine.forward.load import load_model
 from rollout.engine.memory import HostMemory, own_tensors, side_by_side
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.offload import OffloadedModel, SlotRing
 from tests.support.broken_commit import PLACES, fail_commit

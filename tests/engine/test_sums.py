@@ -15,7 +15,7 @@ from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
 from rollout.engine.forward.summed import SLICES, Summed
-from rollout.engine.types import RankLost
+from rollout.engine.values import RankLost
 from tests.support.isas import best_first
 
 BEST = here()[0]

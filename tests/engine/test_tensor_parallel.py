@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.engine import Engine
 from rollout.engine.parallel import ranks as of_ranks
-from rollout.engine.types import DeviceLost, Group, PartialSample, Sample, Sampling
+from rollout.engine.values import DeviceLost, Group, PartialSample, Sample, Sampling
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.tensors import InvalidWeights
 from rollout.exact import sample_logprobs, use_exact

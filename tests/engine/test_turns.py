@@ -13,7 +13,7 @@ from rollout.engine.kv.block import Block
 from rollout.engine.kv.versions import KVVersions
 from rollout.engine.scheduling.conversation import MAX_PINNED_RATIO, ConversationIndex, digest
 from rollout.engine.scheduling.preemption import evict_idle
-from rollout.engine.types import Group, Limits, Sampling
+from rollout.engine.values import Group, Limits, Sampling
 from tests.support.harness import VOCAB, Harness
 
 SIZE = 16

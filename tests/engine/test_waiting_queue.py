@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.engine.scheduling.queue import WaitingQueue
 from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 
 
 def sequence(number: int, client: str = "", started: bool = False, output: int = 0, index: int = 0) -> Sequence:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Sample, Sampling, WeightUpdate
+from rollout.engine.values import Group, Sample, Sampling, WeightUpdate
 from rollout.engine.weights import staging
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.engine.weights.live import Weights, WeightsTorn

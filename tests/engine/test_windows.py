@@ -18,7 +18,7 @@ from rollout.engine.kv import sizing
 from rollout.engine.kv.sizing import BlockBytes, PoolSizes, window_sizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.windows import WindowBlocks
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from tests.support.equivalence import Samples, assert_same, same
 from tests.support.families import Asked, build, judged
 from tests.support.samebits import (

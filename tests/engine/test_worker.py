@@ -19,7 +19,7 @@ from rollout.engine.forward.model import Model
 from rollout.engine.kv.block import BlockCopies
 from rollout.engine.kv.copies import Copied
 from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
-from rollout.engine.types import Tag, WeightUpdate
+from rollout.engine.values import Tag, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import describe, named_pairs, with_digest
 from rollout.engine.worker import InFlight, Worker, open_worker

@@ -11,7 +11,7 @@ import torch
 from rollout.engine.cuda.device import draw_kernel
 from rollout.engine.forward.sampling import SamplingBatch, sample
 from rollout.engine.scheduling.plan import SampledTokens
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from tests.support.draws import batch
 from tests.support.on_device import DEVICE
 

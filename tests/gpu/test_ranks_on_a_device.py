@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, RankLost
+from rollout.engine.values import Group, RankLost
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.on_device import DEVICE, agree
 from tests.support.ranks import bits, ranked_engine, saved, tiny_shared

@@ -25,7 +25,7 @@ from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Limits, TensorInfo, WeightUpdate
+from rollout.engine.values import Limits, TensorInfo, WeightUpdate
 from rollout.engine.weights.device_staging import DeviceStaging
 from rollout.engine.weights.live import Weights
 from rollout.transport.errors import SourceUnreachable

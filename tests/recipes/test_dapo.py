@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout import RolloutClient
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.exact import use_exact
 from rollout.recipes import dapo
 from rollout.transport.loopback import LoopbackService

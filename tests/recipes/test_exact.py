@@ -13,7 +13,7 @@ from rollout.engine.cpu.attention import NativeAttention
 from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.reference import ReferenceAttention
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import use_exact, use_exact_attention
 from rollout.exact.attention import _Attention
 from rollout.exact.layout import rows_of

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rollout.client.handle import OpenHandle
 from rollout.client.submission import continued_group
 from rollout.config import InputError
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import use_exact
 from rollout.recipes import grpo, policy
 from tests.support.tiny import plain_logprobs, tiny, tiny_engine

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.config import Config
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.metrics.catalog import METRICS
 from rollout.recipes import grpo, program
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.client.api import RolloutClient
 from rollout.config import Config, InputError
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.process import service_process
 from rollout.recipes import grpo, paired
 

@@ -15,7 +15,7 @@ from rollout import RolloutClient, ledger
 from rollout.bench import replay
 from rollout.config import InputError
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.exact import use_exact
 from rollout.ledger.bisect import bisect
 from rollout.ledger.writer import LedgerWriter

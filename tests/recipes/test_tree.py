@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.recipes.tree import Vine, grow, otherwise, positions
 
 

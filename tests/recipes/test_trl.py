@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rollout.client.handle import OpenHandle
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.integrations import trl as integration
 from rollout.integrations import trl_async
 from rollout.integrations.trl_async import group_advantages

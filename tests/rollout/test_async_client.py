@@ -19,7 +19,7 @@ import pytest
 
 from rollout import AsyncHandle, AsyncRolloutClient, RolloutClient
 from rollout.client.base import BaseClient
-from rollout.engine.types import PartialSample, Sample, Sampling, TokenChunk
+from rollout.engine.values import PartialSample, Sample, Sampling, TokenChunk
 from rollout.transport import errors as e
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_samples

@@ -20,7 +20,7 @@ from rollout.bench.target import open_engine
 from rollout.bench.workloads import WORKLOADS, Workload, find
 from rollout.config import Config, InputError
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from tests.support.bench import bench_rows
 
 TOY = Workload(name="toy", prompts=2, prompt_tokens=48, n=3, new_tokens=40)

@@ -13,7 +13,7 @@ from rollout.bench import batch_invariance
 from rollout.bench.batch_invariance import Batches, bits_of, run_batches, summarise
 from rollout.bench.harness import BenchFailed, Row
 from rollout.bench.inputs import RandomText
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from tests.support.bench import bench_rows
 
 SMALL = Batches(24, 40, 8, RandomText(50))

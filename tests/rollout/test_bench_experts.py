@@ -12,7 +12,7 @@ from torch import nn
 from rollout.bench import experts, routes
 from rollout.engine.cpu.isa import best
 from rollout.engine.forward.shapes import SHAPES, PublishedShape
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from tests.support.bench import bench_rows
 
 TINY = {

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.bench import int8
 from rollout.engine.forward.arithmetic import INT8
-from rollout.engine.types import Group, Sampling
+from rollout.engine.values import Group, Sampling
 from tests.support.bench import bench_rows
 from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny_engine

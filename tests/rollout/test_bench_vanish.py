@@ -12,7 +12,7 @@ import pytest
 from rollout.bench import BenchOptions, trust, vanish
 from rollout.bench.harness import BenchFailed, BenchSetup
 from rollout.bench.inputs import save_tiny
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 
 
 def sample(index: int, reason: str = "length") -> Sample:

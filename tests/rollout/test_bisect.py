@@ -14,7 +14,7 @@ import torch
 
 from rollout import ledger
 from rollout.client.api import RolloutClient
-from rollout.engine.types import PartialSample, Sampling
+from rollout.engine.values import PartialSample, Sampling
 from rollout.ledger.bisect import Difference, bisect, different_samples, first_other_token
 from rollout.ledger.writer import LedgerWriter
 from tests.support.hash_engine import HashEngine, tensors_of
@@ -425,7 +425,7 @@ def test_random_ids_are_matched_by_their_order(tmp_path: Path) -> None:
 def test_marks_bound_the_first_other_token(tmp_path: Path) -> None:
     """Against the truth, for a difference at each token."""
     writer_ids = np.arange(40, dtype=np.int32)
-    from rollout.engine.types import Sample
+    from rollout.engine.values import Sample
     from rollout.ledger import records as r
 
     def sample(ids: np.ndarray) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.fleet import event_queue
 from rollout.fleet import groups as fleet_groups
 from rollout.fleet.event_queue import EventQueue

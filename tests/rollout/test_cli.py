@@ -25,7 +25,7 @@ from rollout.commands.lines import next_lines
 from rollout.commands.main import main
 from rollout.config import Config, ServiceConfig, dump
 from rollout.engine.cpu import build, isa
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.process import ServiceFailed, service_process
 from tests.support.modelless import as_python
 from tests.support.waiting import until

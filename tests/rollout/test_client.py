@@ -17,7 +17,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
 from rollout.client.handle import OpenHandle
 from rollout.client.submission import token_array
-from rollout.engine.types import Limits, Sample, Sampling, TokenChunk
+from rollout.engine.values import Limits, Sample, Sampling, TokenChunk
 from rollout.service.loop import Service, ServiceTiming
 from rollout.transport import errors as e
 from rollout.transport import messages as m

@@ -14,7 +14,7 @@ from rollout.client.handle import OpenHandle
 from rollout.client.link import CallQueue
 from rollout.client.pending import OpenGroups, PendingRequests, WeightHistory
 from rollout.client.submission import check_budget, group_of, scored_group, sendable
-from rollout.engine.types import Limits, Sample, Sampling
+from rollout.engine.values import Limits, Sample, Sampling
 from rollout.service.loop import SilenceClock
 from rollout.transport.checks import Bounds
 from rollout.transport.errors import ClientClosed, LimitExceeded, NotBelieved, WeightsRefused

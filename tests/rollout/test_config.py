@@ -12,7 +12,7 @@ from rollout.commands.arguments import ServeArgs, UsageError, parse
 from rollout.commands.serve import configured
 from rollout.config import Config, InputError, ServiceConfig, dump, load
 from rollout.engine.config import ADVANCED_BOUNDS, BOUNDS, AdvancedConfig, EngineConfig, WeightOffload
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 
 
 def write(folder: Path, text: str) -> Path:

@@ -24,7 +24,7 @@ from rollout.commands.arguments import (
 from rollout.commands.main import main
 from rollout.config import Config
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from tests.support.waiting import until
 from tests.support.wire import serving
 

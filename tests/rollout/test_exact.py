@@ -15,7 +15,7 @@ from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.exact_modules import ExactLinear, exact_heads, use_products
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.products import products_of, sensitive
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.exact import sample_logprobs, token_logprobs, use_exact
 from rollout.recipes.policy import logprobs as tree_logprobs
 from tests.support.families import build

@@ -26,7 +26,7 @@ from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
 from rollout.engine.memory import HostMemory  # noqa: E402
-from rollout.engine.types import Sample  # noqa: E402
+from rollout.engine.values import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
 from rollout.exact.fused import FusedAttention, _plain_rotation, rotated, silu_mul, use_fused_layers  # noqa: E402

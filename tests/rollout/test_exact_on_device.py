@@ -19,7 +19,7 @@ from rollout.engine.cuda.device import use_triton_mixers  # noqa: E402
 from rollout.engine.cuda.exact import make_exact  # noqa: E402
 from rollout.engine.forward.attention import StepCapacity  # noqa: E402
 from rollout.engine.forward.sampling import launch_draws  # noqa: E402
-from rollout.engine.types import Sample  # noqa: E402
+from rollout.engine.values import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
 from rollout.exact.module import plain_logprobs  # noqa: E402

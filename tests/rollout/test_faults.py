@@ -21,7 +21,7 @@ import zmq
 
 from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
-from rollout.engine.types import Limits, Sampling
+from rollout.engine.values import Limits, Sampling
 from rollout.service import receiver
 from rollout.service.session import Session
 from rollout.transport import errors as e
@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 CLIENT = """
 import sys
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.client import RolloutClient
 with RolloutClient(sys.argv[1], name="trainer", connect_timeout_s=60, link_timeout_s=60) as client:
     handle = client.submit([5], Sampling(n=2, max_tokens=int(sys.argv[2])), group_id="same id")

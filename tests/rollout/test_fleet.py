@@ -27,7 +27,7 @@ from rollout.commands.top import View
 from rollout.config import Config, FleetConfig, InputError
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Limits, Mode, Sample, Sampling, WeightUpdate
+from rollout.engine.values import Group, Limits, Mode, Sample, Sampling, WeightUpdate
 from rollout.fleet import replica as replica_module
 from rollout.fleet import routing
 from rollout.fleet.fleet import Fleet

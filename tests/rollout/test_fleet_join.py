@@ -20,7 +20,7 @@ from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.serve import run
 from rollout.commands.serve_replica import RESTART
 from rollout.config import Config, FleetConfig, InputError, dump
-from rollout.engine.types import Group, Limits, Sampling
+from rollout.engine.values import Group, Limits, Sampling
 from rollout.fleet.fleet import FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent
 from rollout.fleet.launcher import ProcessExit

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout.config import Config, FleetConfig
-from rollout.engine.types import Group, Sample, Sampling, TokenChunk
+from rollout.engine.values import Group, Sample, Sampling, TokenChunk
 from rollout.fleet.event_queue import EventQueue
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.join_listener import JoinListener

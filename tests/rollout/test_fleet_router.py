@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from rollout.client import link as link_module
 from rollout.client.api import RolloutClient
 from rollout.config import Config, dump
-from rollout.engine.types import Group, Mode, Sample, Sampling, Served, TensorInfo, WeightUpdate, manifest_digest
+from rollout.engine.values import Group, Mode, Sample, Sampling, Served, TensorInfo, WeightUpdate, manifest_digest
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.launcher import Host, Launcher, ProcessExit, RouterFolder
 from rollout.fleet.replica_set import Predecessor

@@ -24,7 +24,7 @@ from rollout.commands.serve_fleet import check_verifiable, owners_of
 from rollout.config import CannotServe, FleetConfig
 from rollout.engine.engine import Engine
 from rollout.engine.scheduling import queue
-from rollout.engine.types import Group, PartialSample, Sample, Sampling, Served, manifest_digest
+from rollout.engine.values import Group, PartialSample, Sample, Sampling, Served, manifest_digest
 from rollout.fleet import verifier as verifier_module
 from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.open_groups import OpenGroup

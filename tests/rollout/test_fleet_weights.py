@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.replica import Replica, State
 from rollout.fleet.transaction import ReplicaTransaction

@@ -14,7 +14,7 @@ import pytest
 from rollout.commands.sample_file import Prompt, complete_groups, keep_groups
 from rollout.config import InputError
 from rollout.engine.forward.shapes import write_configuration
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.fleet.launcher import RouterFolder
 from rollout.process import LOCK, Folder, check_ready_file, remove_dead, write_atomically
 from rollout.recipes.program import make_folder_for_model

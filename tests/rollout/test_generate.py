@@ -13,7 +13,7 @@ from rollout import models
 from rollout.commands.generate import OWN, RunFiles, encode, group_ids, prompt_of, read_lines, record, run
 from rollout.commands.sample_file import complete_groups, keep_groups
 from rollout.config import Config, InputError
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 
 LINES = [
     {"messages": [{"role": "user", "content": "Hi"}]},

@@ -19,7 +19,7 @@ import pytest
 from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.engine.engine import Engine
-from rollout.engine.types import Limits, Sampling
+from rollout.engine.values import Limits, Sampling
 from tests.support import adapters
 from tests.support.gateway import Gateway, gateway
 from tests.support.waiting import until
@@ -347,7 +347,7 @@ def test_text_that_is_not_certain_waits() -> None:
 
 def test_pieces_of_text_are_the_whole_whatever_the_bytes(stack: Stack) -> None:
     """Random bytes: halves of characters, and what is none at all."""
-    from rollout.engine.types import Sample
+    from rollout.engine.values import Sample
     from rollout.http.text import Text, TextDecoder, TextOptions
     from rollout.models import load_tokenizer
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Limits, Sample, Sampling
+from rollout.engine.values import Limits, Sample, Sampling
 from rollout.transport.errors import LimitExceeded
 from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine, expected

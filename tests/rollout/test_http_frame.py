@@ -356,7 +356,7 @@ def test_a_slow_reader_is_sent_the_rest_with_the_sample(tiny_model: Path) -> Non
 
     from starlette.requests import Request
 
-    from rollout.engine.types import Sample, Sampling
+    from rollout.engine.values import Sample, Sampling
     from rollout.http.generation import GenerationService
     from rollout.http.settings import Settings
     from rollout.http.text import Text

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import gateway

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rollout.engine.types import Routing
+from rollout.engine.values import Routing
 from tests.support.fake_engine import fake_routes
 from tests.support.http_stack import Stack, stack_of
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.client.token_text import TokenText, visible
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from tests.support.scripted import Scripted, byte_fallback, byte_level, scripted, word_pieces, write_tokenizer
 
 pytest.importorskip("starlette", reason="pip install 'rl-rollout[http]'")

@@ -21,7 +21,7 @@ from rollout.config import InputError
 from rollout.engine.forward.configuration import NEUTRAL, configuration_digest
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.scheduling.stopping import Vocabulary
-from rollout.engine.types import PartialSample, Sample, Sampling
+from rollout.engine.values import PartialSample, Sample, Sampling
 from rollout.fleet.replica import State
 from rollout.ledger.bisect import bisect
 from rollout.ledger.writer import LedgerWriter
@@ -298,7 +298,7 @@ def running(engine: HashEngine) -> Any:
 
 def add_group(path: str) -> None:
     """Write a group of a session as a killed service leaves it."""
-    from rollout.engine.types import Served
+    from rollout.engine.values import Served
     from rollout.service.journal import SessionIdentity
     from rollout.transport.frames import pack
     from tests.support.wire import submit

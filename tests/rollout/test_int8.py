@@ -7,7 +7,7 @@ import torch
 
 from rollout.client import RolloutClient
 from rollout.engine.forward.arithmetic import INT8
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny, tiny_engine

@@ -20,7 +20,7 @@ import pytest
 from rollout.client.api import RolloutClient
 from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.service import journal
 from rollout.service.journal import Journal, Persistence
 from rollout.service.loop import open_service
@@ -213,7 +213,7 @@ def test_children_that_run_are_run_again_with_their_seed(lives: Lives, finish_af
 
 
 def test_what_counts_towards_finish_after_and_a_deadline_is_kept(lives: Lives) -> None:
-    from rollout.engine.types import Group
+    from rollout.engine.values import Group
     from rollout.service.journal import JournaledGroup
     from rollout.service.restoring import rest
 

@@ -15,7 +15,7 @@ import zmq
 
 from rollout.client.api import RolloutClient
 from rollout.client.connection import LinkTiming
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.service.access import ROLES_OF
 from rollout.service.loop import Service
 from rollout.transport import messages as m

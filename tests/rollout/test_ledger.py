@@ -18,7 +18,7 @@ import pytest
 from rollout import identity, ledger
 from rollout.client.api import RolloutClient
 from rollout.config import InputError
-from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
+from rollout.engine.values import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger import records
 from rollout.ledger.frames import HEADER, DamagedLedger, frames
 from rollout.ledger.writer import LedgerWriter
@@ -440,7 +440,7 @@ def test_a_service_that_starts_later_with_such_a_name_keeps_its_ledger(
 KILLED = """
 import sys
 import numpy as np
-from rollout.engine.types import Group, Refreshed, Sample, Sampling, TensorInfo
+from rollout.engine.values import Group, Refreshed, Sample, Sampling, TensorInfo
 from rollout.ledger.writer import LedgerWriter
 from rollout.service.recording import AcceptedAs, AppliedRefresh
 from tests.support.hash_engine import HashEngine

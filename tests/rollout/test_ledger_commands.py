@@ -26,7 +26,7 @@ from rollout.config import Config, InputError, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.arithmetic import INT8, LATENT
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.ledger.writer import LedgerWriter
 from tests.support.waiting import until
 from tests.support.wire import serving

@@ -16,7 +16,7 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.client.lora import read_folder, scaling_of
 from rollout.engine.engine import Engine
-from rollout.engine.types import Adapter, LoraTarget, Sampling, WeightUpdate
+from rollout.engine.values import Adapter, LoraTarget, Sampling, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import describe, with_digest
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WeightsRefused, WrongBase

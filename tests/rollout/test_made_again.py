@@ -17,7 +17,7 @@ from rollout import AsyncRolloutClient, Change, Receipt, Reproduced, RolloutClie
 from rollout.client.receipts import receipt_of
 from rollout.client.replaying import Child
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, KVPolicy, Sample, Sampling
+from rollout.engine.values import Group, KVPolicy, Sample, Sampling
 from rollout.transport.errors import InvalidRequest
 from tests.support import recurrent
 from tests.support.nightly import Draw

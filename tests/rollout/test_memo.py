@@ -24,7 +24,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.memo import Memo, NotMemoised, name_of
 from rollout.client.memo_folder import HEAD, MAGIC, MARKER, MemoFolder
 from rollout.client.memo_offline import RefreshRecorder
-from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, Served
+from rollout.engine.values import Group, Limits, PartialSample, Sample, Sampling, Served
 from rollout.identity import result_digest
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, StaleWeights, WeightsRefused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.client.connection import SendQueue, split_ids
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.frames import Frame, pack
 from rollout.transport.messages import UNTAKEN_BYTES, Ack
 

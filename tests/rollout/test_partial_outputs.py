@@ -15,7 +15,7 @@ import pytest
 from rollout import RolloutClient
 from rollout.client.handle import OpenHandle, PartialOutputs
 from rollout.client.submission import rest_of, sendable
-from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.engine.values import Group, Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.service import streaming
 from rollout.service.session import SendLimits
 from rollout.transport import messages as m

@@ -16,7 +16,7 @@ import pytest
 
 from rollout.client.api import RolloutClient
 from rollout.config import Config, ServiceConfig, dump
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from tests.support.configs import engine_config
 from tests.support.ranks import ranked_engine, saved, tiny_shared
 from tests.support.toy import group, run

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rollout.config import InputError, TrackingConfig
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.metrics import prometheus
 from rollout.metrics.catalog import METRICS, TOTALS
 from rollout.metrics.meters import SampleMeter

@@ -13,7 +13,7 @@ import pytest
 
 from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from rollout.process import service_process
 from tests.support.ranks import saved
 from tests.support.waiting import until

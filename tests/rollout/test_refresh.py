@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from rollout.client.api import RolloutClient
 from rollout.client.refresh import WeightSender
 from rollout.engine.engine import Engine
-from rollout.engine.types import Limits, Mode, Sample, Sampling, TensorInfo, manifest_digest
+from rollout.engine.values import Limits, Mode, Sample, Sampling, TensorInfo, manifest_digest
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import Staging
 from rollout.service.loop import Service, ServiceTiming

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rollout.client.api import RolloutClient
 from rollout.engine.config import WeightOffload
 from rollout.engine.engine import Engine
-from rollout.engine.types import WeightUpdate
+from rollout.engine.values import WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import InvalidWeights, describe, with_digest
 from rollout.models import stacked_experts

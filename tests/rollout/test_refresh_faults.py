@@ -19,7 +19,7 @@ import pytest
 
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.transport.weights.shm import host_key
 from tests.support.described import digest_of
 from tests.support.watermark import check_marks, token_of

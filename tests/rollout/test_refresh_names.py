@@ -23,7 +23,7 @@ from rollout.client.api import RolloutClient
 from rollout.engine.engine import Engine
 from rollout.engine.forward.load import load_model
 from rollout.engine.memory import HostMemory
-from rollout.engine.types import Sampling, TensorInfo
+from rollout.engine.values import Sampling, TensorInfo
 from rollout.engine.weights import published
 from rollout.engine.weights.inventory import Inventory
 from rollout.engine.weights.tensors import InvalidWeights, info_of, named_pairs

@@ -16,7 +16,7 @@ import torch
 from rollout.client.api import RolloutClient
 from rollout.config import Config, ServiceConfig, dump
 from rollout.engine.engine import Engine
-from rollout.engine.types import Refreshed, Sampling
+from rollout.engine.values import Refreshed, Sampling
 from rollout.transport.errors import RolloutError
 from tests.support.adapters import PREFIX, write
 from tests.support.configs import engine_config

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutClient, SampleStream
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, RequestTimeout
 from rollout.transport.loopback import LoopbackService

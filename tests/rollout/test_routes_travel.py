@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutClient
-from rollout.engine.types import Group, Limits, PartialSample, Routing, Sample, Sampling
+from rollout.engine.values import Group, Limits, PartialSample, Routing, Sample, Sampling
 from rollout.service.validation import check_route_frames
 from rollout.transport import messages as m
 from rollout.transport.checks import Bounds, check_chunk, check_sample
@@ -251,7 +251,7 @@ def test_forged_partial_samples_and_progress_are_refused() -> None:
 
 
 def chunk(**changed: Any) -> Any:
-    from rollout.engine.types import TokenChunk
+    from rollout.engine.values import TokenChunk
 
     return TokenChunk(**{"index": 0, "first": 0, "seed": 1, **sample().columns(), **changed})
 

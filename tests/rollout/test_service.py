@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.types import DeviceLost, Group, Limits, Sample, Sampling
+from rollout.engine.values import DeviceLost, Group, Limits, Sample, Sampling
 from rollout.service.loop import ServiceTiming
 from rollout.service.session import MAX_REPLY_BYTES, GroupStatus, SendLimits
 from rollout.transport import messages as m

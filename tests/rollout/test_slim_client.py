@@ -30,18 +30,19 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 """
 
-VALUES = ("types", "config", "vocabulary", "model_files")
+VALUES = ("values", "config", "vocabulary", "model_files")
 """of the engine: value types, the bytes of tokens, and the rule for the files of a folder"""
 BARE = f"""name.split(".")[0] not in {{*sys.stdlib_module_names, *"msgspec numpy xxhash zmq rollout".split()}} \
-            or name.startswith("rollout.engine.") and name[15:] not in {VALUES}"""
+            or name.startswith("rollout.engine.") and name[15:].split(".")[0] not in {VALUES}"""
 """what a client needs that has no tensors: four packages, and VALUES"""
 
-TRAINER = f"""name.startswith("rollout.engine.") and name[15:] not in {(*VALUES, "weights", "weights.tensors")}"""
+TRAINER = f"""name.startswith("rollout.engine.") and name[15:].split(".")[0] not in {VALUES} \
+               and name[15:] not in ("weights", "weights.tensors")"""
 """a trainer has torch; of the engine it needs the names and bytes of tensors as well"""
 
 GROUPS = """
 from rollout.client import RolloutClient
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 client = RolloutClient(sys.argv[1])
 handle = client.submit([1, 2, 3], Sampling(n=3, max_tokens=5, ignore_eos=True))
@@ -89,10 +90,10 @@ def test_what_client_and_transport_import_of_the_engine() -> None:
     named = re.compile(r"^\s*(?:from|import) (rollout\.engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
-    of_engine = {"types", "vocabulary", "model_files", "weights.tensors", "cuda.digests"}
+    of_engine = {"values", "vocabulary", "model_files", "weights.tensors", "cuda.digests"}
     assert found == {f"rollout.engine.{name}" for name in of_engine}
     assert named.findall("def f():\n    from rollout.engine.weights.staging import x") == ["rollout.engine.weights.staging"]
-    assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["rollout.engine.types"]
+    assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["rollout.engine.values"]
 
 
 def test_a_client_without_torch_and_without_the_engine(service: str, folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rollout.commands import http, serve
 from rollout.commands.arguments import HttpArgs, ServeArgs, parse
 from rollout.config import InputError
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.metrics.sinks import JsonlSink
 from rollout.transport.sockets import ServiceEnd
 from tests.support.fake_engine import FakeEngine

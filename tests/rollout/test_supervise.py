@@ -18,7 +18,7 @@ from rollout.commands import supervise
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.supervise import STALLS, Supervisor, serving
 from rollout.config import Config, ServiceConfig, load
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from tests.support.lasting import ROOT, expected
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.client.text import text_of
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from rollout.config import Config, InputError, TrackingConfig, dump, load
 from rollout.engine.config import WeightOffload
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.counters import Rates
-from rollout.engine.types import Group, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from rollout.fleet.merge import merged

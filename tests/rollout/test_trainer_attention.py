@@ -15,7 +15,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import use_exact
 from rollout.exact.attention import _refuse_all_but_text, trainer_attention
 from tests.support.pictures import CONFIGS, PICTURE, composite, with_picture

@@ -18,7 +18,7 @@ from rollout.client import AsyncRolloutClient, Receipt, RolloutClient, Verified,
 from rollout.engine.engine import Engine
 from rollout.engine.forward import sampling as sampler
 from rollout.engine.scheduling import queue
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.loopback import LoopbackService

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.types import Mode, Routing, Sample, Sampling
+from rollout.engine.values import Mode, Routing, Sample, Sampling
 from rollout.integrations.verl.server import VerlOptions, VerlService, ended
 from rollout.transport.errors import GroupFailed, InvalidRequest, RolloutError
 from tests.support.fake_engine import FakeEngine, expected, fake_routes

@@ -11,7 +11,7 @@ import pytest
 
 from rollout.client.api import RolloutClient
 from rollout.client.pending import REMEMBERED, WeightHistory
-from rollout.engine.types import Sampling, Served
+from rollout.engine.values import Sampling, Served
 from rollout.service.journal import Journal
 from rollout.transport import messages as m
 from rollout.transport.errors import ServiceRestarted, WeightsRefused

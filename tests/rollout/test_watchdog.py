@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.service.watchdog import LoopPhase, Watchdog
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine

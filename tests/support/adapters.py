@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from rollout.engine.engine import Engine
-from rollout.engine.types import Adapter, LoraTarget, WeightUpdate
+from rollout.engine.values import Adapter, LoraTarget, WeightUpdate
 from rollout.engine.weights.staging import Staging, source_of
 from rollout.engine.weights.tensors import describe, with_digest
 

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from rollout.config import ServiceConfig
-from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, Served
+from rollout.engine.values import KVPolicy, Limits, Refreshed, Sample, Served
 from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.groups import FleetGroups
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener, ReplicaEvent

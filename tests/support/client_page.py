@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling
 from rollout.client.refresh import RefreshHandle
-from rollout.engine.types import Refreshed, TokenColumns
+from rollout.engine.values import Refreshed, TokenColumns
 
 PAGE = Path(__file__).parents[2] / "docs/client.md"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of the table -->)", re.DOTALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.engine.types import TensorInfo, manifest_digest
+from rollout.engine.values import TensorInfo, manifest_digest
 from rollout.engine.weights.tensors import describe, with_digest
 from tests.support.watermark import weights_of
 

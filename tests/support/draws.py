@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rollout.engine.forward.sampling import SamplingBatch, uniform
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 
 def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from tests.support.toy import group
 
 ROOMY: dict[str, Any] = {"kv_tokens": 16_384}

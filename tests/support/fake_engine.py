@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rollout.engine.types import Group, Limits, PartialSample, Routing, Sample, Served, TokenChunk
+from rollout.engine.values import Group, Limits, PartialSample, Routing, Sample, Served, TokenChunk
 
 VOCAB = 1000
 

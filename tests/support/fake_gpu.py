@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.errors import SourceUnreachable
 from rollout.transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, TrainerStorage
 

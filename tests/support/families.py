@@ -23,7 +23,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.select_path import BATCH
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model, UnsupportedModel
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from tests.support.tiny import COMMON, plain_logprobs
 from tests.support.toy import group, run
 

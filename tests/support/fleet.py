@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceConfig
-from rollout.engine.types import KVPolicy, Limits, Refreshed, Sample, WeightUpdate
+from rollout.engine.values import KVPolicy, Limits, Refreshed, Sample, WeightUpdate
 from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import ProcessExit, Use, alike, least_used

@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sample, Sampling, manifest_digest
+from rollout.engine.values import Sample, Sampling, manifest_digest
 from rollout.transport.errors import RolloutError, SourceUnreachable, WeightsRefused
 from tests.support.chaos_router import WAIT
 from tests.support.hash_engine import MARK, TENSORS, expected, key_of, manifest_of, weights_of

@@ -22,7 +22,7 @@ from rollout.engine.scheduling.output import copies_failed
 from rollout.engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import stops_of
-from rollout.engine.types import Group, Limits, PartialSample, Sample, Sampling
+from rollout.engine.values import Group, Limits, PartialSample, Sample, Sampling
 from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.checks import NOTHING, check_kv, version_at
 from tests.support.configs import engine_config

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rollout.engine.types import (
+from rollout.engine.values import (
     Group,
     KVPolicy,
     Limits,

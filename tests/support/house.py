@@ -105,7 +105,7 @@ def actions() -> dict[str, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rollout.engine.engine import Engine, EngineConfig
-    from rollout.engine.types import Group, Sampling
+    from rollout.engine.values import Group, Sampling
 
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32)

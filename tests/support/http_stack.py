@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Routing
+from rollout.engine.values import Routing
 from rollout.transport.loopback import LoopbackService
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway import Gateway, gateway

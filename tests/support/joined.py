@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.fleet.fleet import Fleet, FleetOptions
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.owners import Owners

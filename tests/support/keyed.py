@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.service.loop import Service
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.keys import files

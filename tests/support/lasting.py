@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from tests.support.fake_engine import VOCAB, FakeEngine
 from tests.support.ports import free_port
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.ledger.writer import LedgerWriter
 from tests.support.hash_engine import HashEngine, tensors_of
 from tests.support.wire import serving

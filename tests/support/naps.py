@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from tests.support.invariants import check
 from tests.support.toy import group
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 from tests.support.equivalence import assert_same
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group

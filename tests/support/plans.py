@@ -10,7 +10,7 @@ import numpy as np
 from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from tests.support.configs import engine_config
 
 

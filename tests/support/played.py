@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.client.api import Handle, RolloutClient
-from rollout.engine.types import Limits, Sample, Served
+from rollout.engine.values import Limits, Sample, Served
 from rollout.transport import errors as e
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_samples

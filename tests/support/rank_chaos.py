@@ -28,7 +28,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig, ServiceConfig, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.transport.errors import RolloutError
 from tests.support.ranks import SHAPES, ranked_engine, saved, tiny_shared
 from tests.support.toy import group, run

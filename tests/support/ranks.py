@@ -23,7 +23,7 @@ from rollout.engine.parallel.follower import Placed, follow
 from rollout.engine.parallel.followers import Followers, PlacedFollowers, RankProcess
 from rollout.engine.parallel.messages import Failed, Order, RankChannel, Reply
 from rollout.engine.parallel.placement import RankPosition, connect
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from tests.support.configs import engine_config
 from tests.support.tiny import tiny
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rollout.engine.forward.routes import choices_of, experts_in
-from rollout.engine.types import Group, Sample
+from rollout.engine.values import Group, Sample
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
-from rollout.engine.types import Group
+from rollout.engine.values import Group
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import Samples, assert_same
 from tests.support.toy import group, run

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 
 TENSORS = {
     "embed": torch.randn(1000, 700).to(torch.bfloat16),

@@ -20,7 +20,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 
 END = 2
 """the token that ends a child"""

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from rollout.config import ServiceConfig
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.process import write_atomically
 from rollout.service.journal import Journal
 from rollout.service.loop import open_service

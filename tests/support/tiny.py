@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rollout.engine.devices import device_of
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 from rollout.engine.weights.offload import OffloadedModel
 from rollout.exact import sample_logprobs
 from tests.support.configs import engine_config

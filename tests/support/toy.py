@@ -12,7 +12,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.sampling import _mix
 from rollout.engine.kv.pages import KVGeometry, PagedKV
-from rollout.engine.types import Group, Sample, Sampling
+from rollout.engine.values import Group, Sample, Sampling
 from tests.support.configs import engine_config
 from tests.support.invariants import check
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.forward.sampling import SamplingBatch, uniform
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 
 def one_draw(sampling: Sampling, index: int, position: int) -> SamplingBatch:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 
 if TYPE_CHECKING:  # pushers need no engine, which takes seconds to import
     from rollout.engine.engine import Engine

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from rollout.config import ServiceConfig
-from rollout.engine.types import Limits, Sample, Sampling
+from rollout.engine.values import Limits, Sample, Sampling
 from rollout.service.loop import Service, ServiceTiming, open_service
 from rollout.transport import messages as m
 from rollout.transport.columns import unpack_samples

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Limits, PartialSample, Refreshed, Routing, Sample, Sampling, TokenChunk
+from rollout.engine.values import Limits, PartialSample, Refreshed, Routing, Sample, Sampling, TokenChunk
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_partials, pack_progress, pack_samples
 from rollout.transport.frames import DTYPES, pack

@@ -1,7 +1,7 @@
 """The changes that a worked page shows, applied to a copy of the sources.
 
     ```diff
-    --- engine/types.py
+    --- engine/values/sampling.py
          min_p: float = 0.0
     +    top_a: float = 0.0
     @@

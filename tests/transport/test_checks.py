@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.types import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
+from rollout.engine.values import Group, PartialSample, Refreshed, Sample, Sampling, TokenChunk
 from rollout.transport import messages as m
 from rollout.transport.checks import Bounds, agreed, check_chunk, check_goes_on, check_group, check_refreshed, check_sample
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from rollout.engine.types import COLUMNS, TokenColumns, no_tokens
+from rollout.engine.values import COLUMNS, TokenColumns, no_tokens
 from tests.support.wire_fuzz import same
 
 

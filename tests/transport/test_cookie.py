@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport import messages as m
 from rollout.transport.frames import pack
 from rollout.transport.keys import cookie, files
@@ -264,7 +264,7 @@ def test_whatever_has_the_name_of_a_secret_is_told_once(
 
 KILLED = """
 import os, signal
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.sockets import ServiceEnd
 end = ServiceEnd("tcp://127.0.0.1:*", Limits())
 os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport import sockets
 from rollout.transport.keys.cookie import ClientCookie
 from rollout.transport.loopback import LoopbackClient, LoopbackService
@@ -227,7 +227,7 @@ def test_nothing_is_queued_for_a_connection_that_does_not_exist() -> None:
 
 SERVICE_THAT_READS_LATE = """
 import socket, struct, time
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from tests.support.by_hand import connected
 from rollout.transport.sockets import ServiceEnd
 
@@ -250,7 +250,7 @@ print("alive")
 """
 CLIENT_THAT_READS_LATE = """
 import socket, struct, time, zmq
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport import sockets
 from rollout.transport.keys.cookie import Cookie, require
 from rollout.transport.keys.authenticator import KeyAuthenticator
@@ -286,7 +286,7 @@ print("alive")
 
 FEW_DESCRIPTORS = """
 import os, resource, sys, zmq
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport import sockets
 
 def ends(spare):

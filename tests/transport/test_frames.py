@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.types import Limits, Sampling
+from rollout.engine.values import Limits, Sampling
 from rollout.transport import frames as frames_module
 from rollout.transport import messages as m
 from rollout.transport.errors import InvalidRequest, ProtocolError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport import receive_limit, sockets
 from rollout.transport.keys.cookie import ClientCookie
 from rollout.transport.sockets import ClientEnd, ServiceEnd, SocketOptions
@@ -198,8 +198,8 @@ MESSAGE = b"\x01\x01x" + b"\x02" + struct.pack(">Q", 50_000) + bytes(50_000)
 
 
 def flood_again_and_again(service: ServiceEnd, rounds: int) -> int:
-    """Send whole messages until the connection is ended, 8 bounds at most, and connect anew when the watch has heard of its end,
-    however late it comes to that, while the service takes a message a round. Returns the bytes that then wait in libzmq."""
+    """Send whole messages until the connection is ended, 8 bounds at most, and connect anew when the watch has heard of its
+    end, however late, while the service takes a message a round. Returns the bytes that then wait in libzmq."""
     inflow = service._inflow
     assert inflow is not None
     for _ in range(rounds):

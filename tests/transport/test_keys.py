@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from rollout.commands.main import main
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.keys import files
 from rollout.transport.keys.files import BadKeys
 from rollout.transport.sockets import ClientEnd, ServiceEnd

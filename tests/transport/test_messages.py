@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.types import Limits, PartialSample, Sample, Sampling, TokenChunk
+from rollout.engine.values import Limits, PartialSample, Sample, Sampling, TokenChunk
 from rollout.transport import errors
 from rollout.transport.columns import (
     pack_partials,

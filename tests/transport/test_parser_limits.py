@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.scheduling.sequence import kv_at_end
-from rollout.engine.types import Group, Limits, LoraTarget, Sample, Sampling, TensorInfo
+from rollout.engine.values import Group, Limits, LoraTarget, Sample, Sampling, TensorInfo
 from rollout.fleet.replica_status import read_status
 from rollout.transport import messages as m
 from rollout.transport.checks import NOTHING, check_sample

@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights.cuda_ipc import CudaIpcOffer, CudaIpcPayload, ExportedStorages, TrainerStorage
 from rollout.transport.weights.tensors import digest

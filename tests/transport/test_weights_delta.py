@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rollout.client.api import RolloutClient
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sampling, TensorInfo
+from rollout.engine.values import Sampling, TensorInfo
 from rollout.service import refresh as pushes
 from rollout.transport.errors import InvalidRequest, WrongBase
 from rollout.transport.loopback import LoopbackService

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from rollout.engine.types import Limits, TensorInfo, manifest_digest
+from rollout.engine.values import Limits, TensorInfo, manifest_digest
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
 from rollout.transport.weights.automatic import choose

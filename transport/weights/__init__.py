@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.weights.automatic import Automatic
 from rollout.transport.weights.cuda_ipc import CudaIpc, CudaIpcOffer, gpu_keys
 from rollout.transport.weights.delta import Delta, DeltaOffer

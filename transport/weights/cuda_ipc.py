@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.frames import MALFORMED
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import Refreshed, TensorInfo
+from rollout.engine.values import Refreshed, TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WrongBase
 from rollout.transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
 from rollout.transport.weights.files import DTYPES, FilesPayload, Span, read_folder

@@ -40,7 +40,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.errors import RequestTimeout, RolloutError, SourceUnreachable
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
 from rollout.transport.weights.group import Backend, join, leave, leave_aside, listen

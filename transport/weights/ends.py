@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from rollout.engine.types import Limits, Refreshed, TensorInfo
+from rollout.engine.values import Limits, Refreshed, TensorInfo
 from rollout.transport.errors import InvalidRequest, RolloutError, SourceUnreachable, WeightsRefused
 from rollout.transport.weights.tensors import Tensors
 

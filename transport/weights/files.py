@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from rollout.engine.model_files import MAX_INDEX_BYTES, Checkpoint, checkpoint_of
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
 from rollout.transport.weights.manifest import ENTRY_BYTES, MAX_DIMENSIONS

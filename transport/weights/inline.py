@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.transport.errors import InvalidRequest, WeightsRefused
 from rollout.transport.weights.ends import Channel, Expected, Payload, Sender, WeightOffer, WeightTransport
 from rollout.transport.weights.tensors import Tensors, digest, on_host

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from rollout.engine.types import LoraTarget, TensorInfo
+from rollout.engine.values import LoraTarget, TensorInfo
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.frames import MALFORMED
 

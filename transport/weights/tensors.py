@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport.errors import WeightsRefused
 
 DIGEST_BYTES = 4 << 20

@@ -19,7 +19,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
-from rollout.engine.types import KVPolicy, Sample, Sampling, Tag
+from rollout.engine.values import KVPolicy, Sample, Sampling, Tag
 from rollout.transport.errors import GroupFailed, InvalidRequest
 
 TAGS: dict[str, Tag] = {"weights": "weights", "kv_cache": "kv"}

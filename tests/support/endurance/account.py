@@ -21,8 +21,8 @@ import numpy as np
 
 from rollout.client.submission import scored_group
 from rollout.engine.engine import Engine
-from rollout.engine.types import Group as EngineGroup
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Group as EngineGroup
+from rollout.engine.values import Sample, Sampling
 from rollout.identity import result_digest
 from tests.support.endurance.models import TestModel
 

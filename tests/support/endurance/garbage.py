@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from rollout.engine.types import Limits
+from rollout.engine.values import Limits
 from rollout.process import write_atomically
 from rollout.transport import messages as m
 from rollout.transport.errors import RolloutError

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import TensorInfo
+from rollout.engine.values import TensorInfo
 from rollout.transport import messages as m
 from rollout.transport.weights import manifest
 from rollout.transport.weights.files import FilesOffer

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from rollout.commands.main import main as rollout
 from rollout.engine.engine import Engine
-from rollout.engine.types import Sample
+from rollout.engine.values import Sample
 
 SHARE = 0.3
 """of the samples are lies"""

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 
 
 def main() -> None:

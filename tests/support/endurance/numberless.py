@@ -18,7 +18,7 @@ import numpy as np
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.config import Config, ServiceConfig
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.transport.errors import RolloutError
 from tests.support.endurance.account import Account, spans
 from tests.support.endurance.models import CLASSES, TestModel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Mode
+from rollout.engine.values import Mode
 from rollout.transport import messages as m
 from rollout.transport.errors import (
     Busy,

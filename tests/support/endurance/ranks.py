@@ -18,7 +18,7 @@ import psutil
 from rollout.client.api import RolloutClient
 from rollout.config import Config, ServiceConfig, dump
 from rollout.engine.parallel.messages import LENGTH
-from rollout.engine.types import Sampling
+from rollout.engine.values import Sampling
 from tests.support.endurance.models import TestModel
 from tests.support.lasting import ROOT
 from tests.support.ports import free_port

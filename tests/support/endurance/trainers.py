@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from rollout.client.api import RolloutClient
-from rollout.engine.types import Sample, Sampling
+from rollout.engine.values import Sample, Sampling
 from rollout.transport.errors import Busy, RolloutError, ServiceLost, StaleWeights
 from tests.support.endurance.account import CUT_SHORT, ENDS, Account, Group, spans
 from tests.support.endurance.foreign import Foreign
