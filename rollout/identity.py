@@ -10,53 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from rollout.engine.values import PartialSample, Sample, Sampling
+from rollout.engine.values import OPTIONS, PartialSample, Role, Sample, Sampling
 
 DIGEST = 20
 """bytes of a digest: the first ones of a SHA-256, so that no other prompt or result with the same digest can be constructed"""
 BATCH = "/batch"
 """in the name of an arithmetic whose bits depend on the batch"""
 
-Role = Literal["draws", "truncates", "ends", "returns", "nothing"]
-"""what a field of `Sampling` decides. draws, truncates: tokens and log-probs of a child. ends: which children end from outside,
-or how old KV and weights may be. returns: which columns a sample has. nothing: only when it is computed or sent"""
-OPTIONS: dict[str, Role] = {
-    "seed": "draws",
-    "temperature": "draws",
-    "max_tokens": "draws",
-    "min_tokens": "draws",
-    "top_k": "truncates",
-    "top_p": "truncates",
-    "min_p": "truncates",
-    "stop_token_ids": "draws",
-    "ignore_eos": "draws",
-    "stop": "draws",
-    "logit_bias": "draws",
-    "allowed_token_ids": "draws",
-    "repetition_penalty": "draws",
-    "presence_penalty": "draws",
-    "frequency_penalty": "draws",
-    "n": "ends",
-    "max_kv_lag": "ends",
-    "max_version_lag": "ends",
-    "finish_after": "ends",
-    "min_len_to_cut": "ends",
-    "deadline_s": "ends",
-    "raw_logprobs": "returns",
-    "top_logprobs": "returns",
-    "routed_experts": "returns",
-    "priority": "nothing",
-    "stream_every": "nothing",
-    "kv_ttl_s": "nothing",
-}
-"""every field of `Sampling`. Receipts and ledgers name fields by their places here: append only"""
 NAMES = tuple(OPTIONS)
-DRAWN_BY = tuple(name for name, role in OPTIONS.items() if role in ("draws", "truncates"))
+DRAWN_BY = tuple(name for name, option in OPTIONS.items() if option.role in ("draws", "truncates"))
 """fields of `Sampling` that decide tokens and log-probs"""
 COMPUTED_BY = ("configuration", "arithmetic", "block_size", "kv_dtype")
 """fields of Welcome that say how a service computes, of whatever prompt, weights and sampling"""
@@ -104,14 +71,14 @@ def drawn_by(sampling: Sampling, seed: int, eos_token_ids: Collection[int]) -> S
 def numbered(sampling: Sampling, roles: Sequence[Role]) -> dict[int, Any]:
     """Return the fields of these roles that have other values than the defaults, by their places in OPTIONS."""
     default = Sampling()
-    named = ((number, name) for number, (name, role) in enumerate(OPTIONS.items()) if role in roles)
+    named = ((number, name) for number, (name, option) in enumerate(OPTIONS.items()) if option.role in roles)
     values = {number: (getattr(sampling, name), getattr(default, name)) for number, name in named}
     return {number: value for number, (value, usual) in values.items() if value != usual}
 
 
 def sampling_of(fields: dict[int, Any], roles: Sequence[Role], **more: Any) -> Sampling:
     """Return the sampling of what `numbered` gave. Raises LookupError for another number or role, ValueError, TypeError."""
-    if wrong := [number for number in fields if not 0 <= number < len(NAMES) or OPTIONS[NAMES[number]] not in roles]:
+    if wrong := [number for number in fields if not 0 <= number < len(NAMES) or OPTIONS[NAMES[number]].role not in roles]:
         raise LookupError(f"no option {wrong[0]}")
     return Sampling(**{NAMES[number]: value for number, value in fields.items()}, **more)
 

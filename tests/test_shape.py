@@ -123,7 +123,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (20, 70), "transport": (10, 15), "rollout": (18, 50)}
+MOST = {"engine": (20, 71), "transport": (10, 15), "rollout": (18, 50)}
 """rooms, and arrows between them"""
 
 

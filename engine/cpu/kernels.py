@@ -20,6 +20,7 @@ from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import ISAS, isa_of
 from rollout.engine.cpu.openmp import symbols
 from rollout.engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
+from rollout.engine.values.sampling import COLUMNS, TRUNCATIONS
 
 MAX_VOCABULARY = 1 << 20
 
@@ -41,7 +42,7 @@ class _Draw(ctypes.Structure):
         ("logits", c_void_p), ("is_bf16", c_int64), ("vocabulary", c_int64), ("draws", c_int64),
         *((name, c_void_p) for name in ("row", "temperature", "uniform", "token", "logprob", "raw", "finite")),
         ("lanes", c_int64),
-        *((name, c_void_p) for name in ("cuts", "top_k", "top_p", "min_p", "first", "forbidden", "scratch")),
+        *((name, c_void_p) for name in ("cuts", *TRUNCATIONS, "first", "forbidden", "scratch")),
         ("scratch_row", c_int64), ("seats", c_void_p),
         ("top", c_void_p), ("most", c_int64), ("top_id", c_void_p), ("top_logprob", c_void_p),
     ]  # fmt: skip
@@ -183,17 +184,17 @@ class Kernels:
             counts[draw + 1] = len(tokens)
         forbidden = np.array([token for _, tokens in cuts.forbidden for token in tokens], np.int32)
         assert not len(forbidden) or (forbidden.min() >= 0 and forbidden.max() < work.vocabulary)
-        kinds = zip(cuts[:4], (np.uint8, np.int64, np.float32, np.float32), strict=True)
-        arrays = [np.ascontiguousarray(values, dtype) for values, dtype in kinds]
-        arrays += [counts.cumsum(), forbidden, np.zeros(1, np.int64)]
-        assert all(len(values) == work.draws for values in arrays[:4])
+        arrays = {name: np.ascontiguousarray(values, COLUMNS[name]) for name, values in cuts.cuts.items()}
+        arrays["cuts"] = np.ascontiguousarray(cuts.any, np.uint8)
+        assert all(len(values) == work.draws for values in arrays.values()) and len(arrays) == len(TRUNCATIONS) + 1
+        arrays |= {"first": counts.cumsum(), "forbidden": forbidden, "seats": np.zeros(1, np.int64)}
         work.scratch_row = -(-work.vocabulary // 16) * 16 + 16
         if len(self._scratch) < 2 * threads * work.scratch_row:
             self._scratch = np.empty(2 * threads * work.scratch_row, np.float32)
         work.scratch = self._scratch.ctypes.data
-        for name, values in zip(("cuts", "top_k", "top_p", "min_p", "first", "forbidden", "seats"), arrays, strict=True):
+        for name, values in arrays.items():
             setattr(work, name, values.ctypes.data)
-        return arrays
+        return list(arrays.values())
 
     @plain_calls
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

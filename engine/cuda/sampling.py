@@ -57,7 +57,9 @@ def launch(
     logits = logits.contiguous()
     for (mine, cut, best), sent in zip(kinds, to_device(asked, logits.device), strict=True):
         draw_kernel[(len(mine),)](
-            logits, sent, out, len(mine), draws, logits.shape[1], logits.stride(0), best, CUT=cut, TOP=best > 0,
+            logits, sent, out, len(mine), draws, logits.shape[1], logits.stride(0), best,
+            CUT=len(cuts.cuts) if cuts is not None and cut else 0,
+            TOP=best > 0,
             N=LARGE_BLOCK if cut else BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     wait = to_host(out)
@@ -78,7 +80,7 @@ def given_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     out = torch.empty((4, len(tokens)), device=logits.device)
     if len(tokens):
         draw_kernel[(len(tokens),)](
-            logits.contiguous(), asked, out, len(tokens), len(tokens), logits.shape[1], logits.shape[1], 0, CUT=False,
+            logits.contiguous(), asked, out, len(tokens), len(tokens), logits.shape[1], logits.shape[1], 0, CUT=0,
             TOP=False, N=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out[1]
@@ -93,8 +95,8 @@ def _top_of(best: np.ndarray, top: np.ndarray) -> TopLogprobs:
 
 
 def _asked_cuts(cuts: MaskedTokens, mine: np.ndarray) -> list[np.ndarray]:
-    """Return top_k, top_p and min_p of the draws `mine`, the offsets of their forbidden tokens, and these tokens."""
+    """Return the truncations of the draws `mine`, the offsets of their forbidden tokens, and these tokens."""
     tokens = dict(cuts.forbidden)
     lists = [tokens.get(draw, []) for draw in mine.tolist()]
     first = np.cumsum([0, *map(len, lists)])
-    return [cuts.top_k[mine], cuts.top_p[mine], cuts.min_p[mine], first, np.array([t for each in lists for t in each])]
+    return [*(values[mine] for values in cuts.cuts.values()), first, np.array([t for each in lists for t in each])]

@@ -197,18 +197,18 @@ def draw_kernel(
     logits, asked, drawn, mine, draws, vocabulary, row_stride, best, CUT: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr
 ):
     """logits [S, vocabulary] · asked fp64: [4, mine] draw, row, temperature (0 = greedy), uniform (-1 - t: token t is given);
-    with CUT [3, mine] top_k, top_p, min_p, then [mine + 1] offsets of forbidden tokens, and these · drawn [4, draws] fp32:
-    token (as bits), log-prob, log-prob at temperature 1, 1 if the row is valid; with TOP [2 · best, draws] ids (as bits) and
-    log-probs of the most probable tokens, alternating."""
+    with CUT the truncations [CUT, mine] in the order of TRUNCATIONS, then [mine + 1] offsets of forbidden tokens, and these ·
+    drawn [4, draws] fp32: token (as bits), log-prob, log-prob at temperature 1, 1 if the row is valid; with TOP
+    [2 · best, draws] ids (as bits) and log-probs of the most probable tokens, alternating."""
     i = tl.program_id(0)
     at = tl.load(asked + i).to(tl.int64)
     row = logits + tl.load(asked + mine + i).to(tl.int64) * row_stride
     temperature = tl.load(asked + 2 * mine + i).to(tl.float32)
     uniform = tl.load(asked + 3 * mine + i)
     scale = tl.where(temperature == 0, 1.0, temperature)
-    forbidden = asked + 8 * mine + 1
-    first = tl.load(asked + 7 * mine + i).to(tl.int32) if CUT else 0
-    last = tl.load(asked + 7 * mine + i + 1).to(tl.int32) if CUT else 0
+    forbidden = asked + (5 + CUT) * mine + 1
+    first = tl.load(asked + (4 + CUT) * mine + i).to(tl.int32) if CUT else 0
+    last = tl.load(asked + (4 + CUT) * mine + i + 1).to(tl.int32) if CUT else 0
     highest, top, greedy, good = looked_at(row, vocabulary, forbidden, first, last, CUT, N)
     finite = good & (top > float("-inf"))
     highest, top = tl.where(finite, highest, 0.0), tl.where(finite, top, 0.0)

@@ -140,7 +140,7 @@ class RouteRecorder:
     def keep(self, batch: Batch, plan: Plan, pages: RoutePages) -> Callable[[], StepRoutes] | None:
         """Store the routes of a step that was launched with the KV of its tokens. Returns a function that waits for those of
         its draws and of prompts, as the plan asks; None: it does not."""
-        rows = plan.sampling["routes"]
+        rows = plan.sampling["routed_experts"]
         asked = [_slots(plan, row, tokens, pages.data.shape[1]) for row, tokens in plan.prompt_routes]
         of_draws = batch.sampling.logits_row if rows.any() else np.zeros(0, np.int64)
         slots, draws, *prompts = self.memory.send([batch.slots.numpy(), of_draws, *asked])

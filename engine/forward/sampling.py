@@ -17,6 +17,7 @@ import torch
 
 from rollout.engine.forward.adjust import FAR, Adjust, Send, in_place
 from rollout.engine.scheduling.plan import MaskedTokens, Plan, SampledTokens, TopLogprobs
+from rollout.engine.values.sampling import NEUTRAL, TRUNCATIONS
 
 DISTRIBUTIONS = 64
 """rows that torch processes together: each takes half a megabyte or more, for a whole vocabulary"""
@@ -37,12 +38,8 @@ class SamplingBatch:
     """[D] int64: row of logits"""
     temperature: np.ndarray
     """[D] float32, 0 = greedy"""
-    top_k: np.ndarray
-    """[D] int64, 0 = off"""
-    top_p: np.ndarray
-    """[D] float32"""
-    min_p: np.ndarray
-    """[D] float32"""
+    cuts: dict[str, np.ndarray]
+    """by name of TRUNCATIONS: [D] values of the option"""
     uniform: np.ndarray
     """[D] float64 in [0, 1); or -1 - t: do not sample, return the log-prob of token t"""
     forbidden: list[tuple[int, list[int]]]
@@ -58,7 +55,6 @@ class SamplingBatch:
     def build(plan: Plan) -> SamplingBatch:
         """Build the draws of a plan."""
         sampling, logits = plan.sampling, plan.logits
-        own = {name: np.ascontiguousarray(sampling[name]) for name in ("temperature", "top_k", "top_p", "min_p")}
         repeats = (plan.samples // np.maximum(logits, 1)).repeat(logits)
         logits_row = np.arange(len(repeats)).repeat(repeats)
         drawn = uniform(sampling["seed"], sampling["index"], plan.positions.astype(np.uint64))
@@ -67,23 +63,23 @@ class SamplingBatch:
             drawn[scored] = -1.0 - plan.given[scored]
         return SamplingBatch(
             logits_row=logits_row,
+            temperature=np.ascontiguousarray(sampling["temperature"]),
+            cuts={name: np.ascontiguousarray(sampling[name]) for name in TRUNCATIONS},
             uniform=drawn,
             forbidden=[(draw, list(tokens)) for draw, tokens in plan.forbidden],
-            raw=bool(np.count_nonzero(sampling["raw"])),
-            top=np.ascontiguousarray(sampling["top"]) if np.count_nonzero(sampling["top"]) else None,
+            raw=bool(np.count_nonzero(sampling["raw_logprobs"])),
+            top=np.ascontiguousarray(sampling["top_logprobs"]) if np.count_nonzero(sampling["top_logprobs"]) else None,
             adjust=Adjust.build(plan.adjustments, logits_row),
-            **own,
         )
 
     def only(self, draws: np.ndarray) -> SamplingBatch:
         """Return some draws, [N] int64 ascending, as a batch, without their changes of logits."""
-        columns = {
-            name: getattr(self, name)[draws] for name in ("logits_row", "temperature", "top_k", "top_p", "min_p", "uniform")
-        }
+        columns = {name: getattr(self, name)[draws] for name in ("logits_row", "temperature", "uniform")}
+        cuts = {name: values[draws] for name, values in self.cuts.items()}
         place = {draw: at for at, draw in enumerate(draws.tolist())}
         top = None if self.top is None or not self.top[draws].any() else self.top[draws]
         forbidden = [(place[draw], tokens) for draw, tokens in self.forbidden if draw in place]
-        return replace(self, forbidden=forbidden, top=top, adjust=(), **columns)
+        return replace(self, forbidden=forbidden, top=top, adjust=(), cuts=cuts, **columns)
 
 
 class PendingTokens(NamedTuple):
@@ -264,13 +260,16 @@ def _cuts(batch: SamplingBatch) -> MaskedTokens | None:
         some[[draw for draw, _ in batch.forbidden]] = True
     if not np.count_nonzero(some):
         return None
-    return MaskedTokens(some, batch.top_k, batch.top_p, batch.min_p, batch.forbidden)
+    return MaskedTokens(some, batch.cuts, batch.forbidden)
 
 
 def _truncated(batch: SamplingBatch) -> np.ndarray:
-    """Return [draws] bool: top_k, top_p or min_p may exclude tokens."""
-    cut: np.ndarray = (batch.temperature != 0) & ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
-    return cut
+    """Return [draws] bool: a truncation may exclude tokens."""
+    asked = np.zeros(len(batch.temperature), bool)
+    for name, values in batch.cuts.items():
+        asked |= values != NEUTRAL[name]
+    asked &= batch.temperature != 0
+    return asked
 
 
 def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -281,7 +280,7 @@ def _sample_torch(logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         return SampledTokens(empty.astype(np.int32), empty, empty if batch.raw else None, empty.astype(bool))
     forbidden = dict(batch.forbidden)
     kind: list[Any] = [[draw in forbidden for draw in range(draws)]]
-    kind += [batch.logits_row, batch.temperature, batch.top_k, batch.top_p, batch.min_p]
+    kind += [batch.logits_row, batch.temperature, *batch.cuts.values()]
     kind += [] if batch.top is None else [batch.top]
     _, first, which = np.unique(np.array(kind, np.float64), axis=1, return_index=True, return_inverse=True)
     parts = []
@@ -368,17 +367,17 @@ def _truncate(scaled: torch.Tensor, batch: SamplingBatch, rows: np.ndarray) -> t
     """Return [C, V] scaled logits of the draws `rows`, truncated to top_k, then min_p, then top_p of the rest; excluded logits
     are -inf. Ties with the last included token are included. Compares weights, exp(logit - largest)."""
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
-    least = torch.from_numpy(batch.min_p[rows]).to(scaled.device)[:, None]
+    cuts = {name: values[rows] for name, values in batch.cuts.items()}
+    least = torch.from_numpy(cuts["min_p"]).to(scaled.device)[:, None]
 
-    def raise_to(asking: np.ndarray, edge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: np.ndarray) -> None:
+    def raise_to(name: str, asking: np.ndarray, edge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         if asking.any():
             at = torch.from_numpy(np.flatnonzero(asking)).to(scaled.device)
-            value = torch.from_numpy(values[rows][asking]).to(scaled.device)[:, None]
+            value = torch.from_numpy(cuts[name][asking]).to(scaled.device)[:, None]
             least[at] = torch.maximum(least[at], edge(weights[at].where(weights[at] >= least[at], 0), value))
 
-    top_k = batch.top_k[rows]
-    raise_to((top_k > 0) & (top_k < scaled.shape[-1]), _kth_best, batch.top_k)
-    raise_to(batch.top_p[rows] < 1, _nucleus_edge, batch.top_p)
+    raise_to("top_k", (cuts["top_k"] > 0) & (cuts["top_k"] < scaled.shape[-1]), _kth_best)
+    raise_to("top_p", cuts["top_p"] < 1, _nucleus_edge)
     return scaled.masked_fill(weights < least, -torch.inf)
 
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.kv.block import BlockCopies, Spans
+from rollout.engine.values.sampling import COLUMNS
 
 SAMPLING = np.dtype(
     [
@@ -16,19 +17,13 @@ SAMPLING = np.dtype(
         ("index", np.uint64),
         ("prompt", np.int64),
         ("min_tokens", np.int64),
-        ("top_k", np.int64),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("raw", np.bool_),
-        ("top", np.int64),
         ("adjusted", np.bool_),
-        ("routes", np.bool_),
         ("redraw", np.bool_),
+        *COLUMNS.items(),
     ]
 )
-"""How a child samples: seed and `Sampling` of its group, its index, tokens of its prompt; `redraw`: its given tokens are drawn.
-`min_tokens` is 0 where no token can end it."""
+"""How a child samples: seed of its group, its index, tokens of its prompt; `min_tokens`: 0 where no token can end it;
+`adjusted`: its logits are changed; `redraw`: its given tokens are drawn. Then the options that the sampler reads."""
 
 
 class SharedPrefix(NamedTuple):
@@ -313,11 +308,7 @@ class MaskedTokens(NamedTuple):
 
     any: np.ndarray
     """[D] bool: whether a draw masks any token"""
-    top_k: np.ndarray
-    """[D] int64, 0 = off"""
-    top_p: np.ndarray
-    """[D] float32"""
-    min_p: np.ndarray
-    """[D] float32"""
+    cuts: dict[str, np.ndarray]
+    """by name of TRUNCATIONS: [D] values of the option"""
     forbidden: list[tuple[int, list[int]]]
     """(draw, tokens), draws ascending"""

@@ -11,6 +11,7 @@ import numpy as np
 
 from rollout.engine.scheduling.plan import SAMPLING
 from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.values.sampling import columns_of
 
 Place = tuple[int, ...]
 """Of a waiting sequence within its client: by priority; of equal ones first those that were stopped for another client, then
@@ -158,18 +159,6 @@ def slots_of(seq: Sequence) -> list[int]:
 def sampling_of(seq: Sequence) -> tuple[object, ...]:
     """Return the record of a sequence, in the order of SAMPLING."""
     state, sampling = seq.state, seq.state.group.sampling
-    return (
-        state.seed,
-        seq.index,
-        seq.num_prompt,
-        sampling.min_tokens if state.stop_ids else 0,
-        sampling.top_k,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.raw_logprobs,
-        sampling.top_logprobs,
-        state.rules is not None,
-        sampling.routed_experts,
-        state.group.redraw,
-    )
+    least = sampling.min_tokens if state.stop_ids else 0
+    own = state.seed, seq.index, seq.num_prompt, least, state.rules is not None, state.group.redraw
+    return *own, *columns_of(sampling)

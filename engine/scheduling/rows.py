@@ -112,7 +112,7 @@ def build_plan(state: SchedulerState, step: int, rows: list[Row], pending: bool)
         state_moves=state.state_moves,
         window_table=np.zeros((0, 0), np.int32) if table.windows is None else table.windows[:, :columns][places],
         window_moves=state.window_moves,
-        prompt_routes=_prompt_routes(rows) if np.count_nonzero(sampling["routes"]) else (),
+        prompt_routes=_prompt_routes(rows) if np.count_nonzero(sampling["routed_experts"]) else (),
     )
 
 

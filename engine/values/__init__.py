@@ -22,7 +22,17 @@ from rollout.engine.values.group import Group
 from rollout.engine.values.lifecycle import DeviceLost, Mode, RankLost, Tag
 from rollout.engine.values.limits import LARGEST_LIMIT, Limits
 from rollout.engine.values.sample import FinishReason, PartialSample, Sample, TokenChunk, html_table
-from rollout.engine.values.sampling import INTEGERS, MAX_PRIORITY, NUMBERS, SEED_LIMIT, Accepted, NearestField, Sampling
+from rollout.engine.values.sampling import (
+    ACCEPTED,
+    MAX_PRIORITY,
+    OPTIONS,
+    SEED_LIMIT,
+    Accepted,
+    NearestField,
+    Option,
+    Role,
+    Sampling,
+)
 from rollout.engine.values.weights import (
     NONE_SERVED,
     Adapter,
@@ -44,7 +54,7 @@ __all__ = [
     "DeviceLost",
     "FinishReason",
     "Group",
-    "INTEGERS",
+    "ACCEPTED",
     "KVPolicy",
     "KVSpans",
     "LARGEST_LIMIT",
@@ -54,10 +64,12 @@ __all__ = [
     "MAX_PRIORITY",
     "Mode",
     "NONE_SERVED",
-    "NUMBERS",
+    "OPTIONS",
     "NearestField",
     "PartialSample",
+    "Option",
     "RankLost",
+    "Role",
     "Refreshed",
     "Routing",
     "SEED_LIMIT",

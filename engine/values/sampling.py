@@ -6,8 +6,8 @@ import difflib
 import math
 import operator
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,39 +34,157 @@ class Accepted(NamedTuple):
         return "None or " if self.optional else ""
 
 
+def python_of(value: Any) -> Any:
+    """Convert a scalar of numpy, and containers of them, to Python's types; other values stay as they are."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return [python_of(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def integer_of(name: str, value: Any) -> int:
+    """Return an integer given in another type: 2.0, or numpy's. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if type(plain) is int or (type(plain) is float and plain.is_integer()):
+        return int(plain)
+    raise ValueError(f"{name}={value!r:.40}: must be an integer")
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return a float given in another type. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if type(plain) in (int, float):
+        try:
+            return float(plain)
+        except OverflowError:
+            return math.inf
+    raise ValueError(f"{name}={value!r:.40}: must be a number")
+
+
+def bool_of(name: str, value: Any) -> bool:
+    """Return a bool of numpy as Python's. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if type(plain) is bool:
+        return plain
+    raise ValueError(f"{name}={value!r:.40}: must be True or False")
+
+
+def token_ids_of(name: str, value: Any) -> tuple[int, ...]:
+    """Return token ids as a tuple. Raises ValueError naming the field."""
+    plain = python_of(value)
+    if not isinstance(plain, list):
+        raise ValueError(f"{name}={value!r:.40}: must be token ids, e.g. (2, 7)")
+    for id in plain:
+        if type(id) is not int:
+            raise ValueError(f"{name} holds {id!r:.40}: must be integers")
+        if not 0 <= id <= LARGEST_ID:
+            raise ValueError(f"{name} holds {id}: token ids are 0 to {LARGEST_ID}")
+    return tuple(plain)
+
+
+def bias_of(name: str, value: Any) -> dict[int, float]:
+    """Return a logit bias in Python's types. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r:.40}: must map token ids to numbers, e.g. {{7: -100.0}}")
+    bias = dict(zip(token_ids_of(name, list(value)), map(python_of, value.values()), strict=True))
+    for id, each in bias.items():
+        if type(each) not in (int, float):
+            raise ValueError(f"{name} holds {each!r:.40}: must be numbers")
+        if not -100.0 <= each <= 100.0:
+            raise ValueError(f"{name} of token {id} is {each}: must be between -100 and 100")
+    return {id: float(each) for id, each in bias.items()}
+
+
+def stop_of(name: str, value: Any) -> tuple[str, ...]:
+    """Return stop strings as a tuple. Raises ValueError."""
+    plain = python_of(value)
+    strings = [plain] if isinstance(plain, str) else plain
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError(f"{name}={value!r:.40}: must be a string or a tuple of strings")
+    for string in strings:
+        try:
+            string.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} holds {string!r:.40}: must be Unicode text, without lone surrogates") from None
+        if not string:
+            raise ValueError("stop holds an empty string: it would end every child; leave it out")
+    return tuple(str(string) for string in strings)
+
+
 POSITIVE, BELOW_1 = math.nextafter(0.0, 1.0), math.nextafter(1.0, 0.0)
 LARGEST_FLOAT, LARGEST_ID = sys.float_info.max, 2**31 - 1
 ONE_OR_MORE, ZERO_OR_MORE = Accepted(1, LARGEST_LIMIT, "at least 1"), Accepted(0, LARGEST_LIMIT, "at least 0")
-INTEGERS = {
-    "n": ONE_OR_MORE,
-    "max_tokens": ONE_OR_MORE,
-    "min_tokens": ZERO_OR_MORE,
-    "top_k": Accepted(0, 2**31 - 1, f"between 0 and {2**31 - 1}; 0 is off"),
-    "seed": Accepted(0, SEED_LIMIT - 1, "None or between 0 and 2**63 - 1", optional=True),
-    "max_kv_lag": ZERO_OR_MORE,
-    "max_version_lag": Accepted(0, LARGEST_LIMIT, "None or at least 0", optional=True),
-    "finish_after": Accepted(1, LARGEST_LIMIT, "None or at least 1", optional=True),
-    "min_len_to_cut": ZERO_OR_MORE,
-    "priority": Accepted(-MAX_PRIORITY, MAX_PRIORITY, f"between -{MAX_PRIORITY} and {MAX_PRIORITY}"),
-    "stream_every": Accepted(0, LARGEST_LIMIT, "0 (off) or a number of tokens"),
-    "top_logprobs": ZERO_OR_MORE,
+NONE_OR_MORE = Accepted(0, LARGEST_LIMIT, "None or at least 0", optional=True)
+NONE_OR_ONE = Accepted(1, LARGEST_LIMIT, "None or at least 1", optional=True)
+PRIORITY = Accepted(-MAX_PRIORITY, MAX_PRIORITY, f"between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+SEED = Accepted(0, SEED_LIMIT - 1, "None or between 0 and 2**63 - 1", optional=True)
+TOP_K = Accepted(0, 2**31 - 1, f"between 0 and {2**31 - 1}; 0 is off")
+PENALTY = Accepted(-2.0, 2.0, "between -2 and 2; 0 is none")
+SECONDS = Accepted(POSITIVE, LARGEST_FLOAT, "None or a positive, finite number of seconds", optional=True)
+
+Role = Literal["draws", "truncates", "ends", "returns", "nothing"]
+"""what a field of `Sampling` decides. draws, truncates: tokens and log-probs of a child. ends: which children end from outside,
+or how old KV and weights may be. returns: which columns a sample has. nothing: only when it is computed or sent"""
+
+
+class Option(NamedTuple):
+    """Describes a field of `Sampling` to the code that lists fields. Its default and its meaning stand at the field."""
+
+    role: Role
+    convert: Callable[[str, Any], Any]
+    """makes the field of what a caller gave. Raises ValueError naming the field"""
+    accepts: Accepted | None = None
+    """of numbers"""
+    limit: str = ""
+    """field of `Limits` that bounds it, or its number of entries"""
+    column: type[np.generic] | None = None
+    """dtype of its column in the record of a draw (`scheduling.plan.SAMPLING`); None: the sampler does not read it"""
+
+
+OPTIONS: dict[str, Option] = {
+    "seed": Option("draws", integer_of, SEED),
+    "temperature": Option("draws", number_of, Accepted(0.0, 100.0, "0 (greedy) or between 0.001 and 100"), column=np.float32),
+    "max_tokens": Option("draws", integer_of, ONE_OR_MORE, "max_tokens"),
+    "min_tokens": Option("draws", integer_of, ZERO_OR_MORE),
+    "top_k": Option("truncates", integer_of, TOP_K, column=np.int64),
+    "top_p": Option("truncates", number_of, Accepted(POSITIVE, 1.0, "in (0, 1]"), column=np.float32),
+    "min_p": Option("truncates", number_of, Accepted(0.0, BELOW_1, "in [0, 1)"), column=np.float32),
+    "stop_token_ids": Option("draws", token_ids_of, limit="max_stop_token_ids"),
+    "ignore_eos": Option("draws", bool_of),
+    "stop": Option("draws", stop_of, limit="max_stop_strings"),
+    "logit_bias": Option("draws", bias_of, limit="max_logit_bias"),
+    "allowed_token_ids": Option("draws", token_ids_of, limit="max_allowed_token_ids"),
+    "repetition_penalty": Option("draws", number_of, Accepted(0.01, 100.0, "between 0.01 and 100; 1 is none")),
+    "presence_penalty": Option("draws", number_of, PENALTY),
+    "frequency_penalty": Option("draws", number_of, PENALTY),
+    "n": Option("ends", integer_of, ONE_OR_MORE, "max_n"),
+    "max_kv_lag": Option("ends", integer_of, ZERO_OR_MORE, "max_kv_lag"),
+    "max_version_lag": Option("ends", integer_of, NONE_OR_MORE, "max_kv_lag"),
+    "finish_after": Option("ends", integer_of, NONE_OR_ONE),
+    "min_len_to_cut": Option("ends", integer_of, ZERO_OR_MORE),
+    "deadline_s": Option("ends", number_of, SECONDS),
+    "raw_logprobs": Option("returns", bool_of, column=np.bool_),
+    "top_logprobs": Option("returns", integer_of, ZERO_OR_MORE, "max_top_logprobs", np.int64),
+    "routed_experts": Option("returns", bool_of, column=np.bool_),
+    "priority": Option("nothing", integer_of, PRIORITY),
+    "stream_every": Option("nothing", integer_of, Accepted(0, LARGEST_LIMIT, "0 (off) or a number of tokens")),
+    "kv_ttl_s": Option("nothing", number_of, Accepted(0.0, LARGEST_FLOAT, "at least 0"), "max_kv_ttl_s"),
 }
-NUMBERS = {
-    "temperature": Accepted(0.0, 100.0, "0 (greedy) or between 0.001 and 100"),
-    "top_p": Accepted(POSITIVE, 1.0, "in (0, 1]"),
-    "min_p": Accepted(0.0, BELOW_1, "in [0, 1)"),
-    "deadline_s": Accepted(POSITIVE, LARGEST_FLOAT, "None or a positive, finite number of seconds", optional=True),
-    "kv_ttl_s": Accepted(0.0, LARGEST_FLOAT, "at least 0"),
-    "repetition_penalty": Accepted(0.01, 100.0, "between 0.01 and 100; 1 is none"),
-    "presence_penalty": Accepted(-2.0, 2.0, "between -2 and 2; 0 is none"),
-    "frequency_penalty": Accepted(-2.0, 2.0, "between -2 and 2; 0 is none"),
-}
+"""every field of `Sampling`: whatever lists options is made of this table. Receipts and ledgers name fields by their places
+in it: append only"""
+ACCEPTED = {name: option.accepts for name, option in OPTIONS.items() if option.accepts is not None}
+"""of the numeric fields"""
+COLUMNS = {name: option.column for name, option in OPTIONS.items() if option.column is not None}
+"""dtypes of the columns of a draw"""
+columns_of = operator.attrgetter(*COLUMNS)
+TRUNCATIONS = tuple(name for name, option in OPTIONS.items() if option.role == "truncates")
+"""options that leave out tokens of a distribution; each changes nothing by default"""
 SCALARS = tuple(
-    (name, kind, accepted.low, accepted.high)
-    for kind, fields in ((int, INTEGERS), (float, NUMBERS))
-    for name, accepted in fields.items()
+    (name, int if OPTIONS[name].convert is integer_of else float, accepted.low, accepted.high)
+    for name, accepted in ACCEPTED.items()
 )
-scalars_of = operator.attrgetter(*INTEGERS, *NUMBERS)
+scalars_of = operator.attrgetter(*ACCEPTED)
+others_of = operator.attrgetter(*(name for name, option in OPTIONS.items() if option.accepts is None))
+OTHERS = tuple((name, option.convert) for name, option in OPTIONS.items() if option.accepts is None)
 
 
 class NearestField(msgspec.StructMeta):
@@ -164,6 +282,11 @@ class Sampling(
     routed_experts: bool = False
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens of the model's distribution may be left out."""
+        return any(getattr(self, name) != NEUTRAL[name] for name in TRUNCATIONS)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether tokens are sampled from other logits than the model's."""
         neutral = self.repetition_penalty == 1 and self.presence_penalty == self.frequency_penalty == 0
@@ -176,17 +299,10 @@ class Sampling(
             if value is not default and not (type(value) is kind and low <= value <= high):
                 force_setattr(self, name, scalar_of(name, value))
         if 0.0 < self.temperature < 1e-3:
-            raise ValueError(f"temperature={self.temperature}: must be {NUMBERS['temperature'].words}")
-        for name in ("ignore_eos", "raw_logprobs", "routed_experts"):
-            if type(flag := getattr(self, name)) is not bool:
-                force_setattr(self, name, bool_of(name, flag))
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
-            if ids is not None and (type(ids) is not tuple or ids):
-                force_setattr(self, name, token_ids_of(name, ids))
-        if self.logit_bias is not None:
-            force_setattr(self, "logit_bias", bias_of(self.logit_bias))
-        if type(self.stop) is not tuple or self.stop:
-            force_setattr(self, "stop", stop_of(self.stop))
+            raise ValueError(f"temperature={self.temperature}: must be {ACCEPTED['temperature'].words}")
+        for value, default, (name, convert) in zip(others_of(self), OTHER_DEFAULTS, OTHERS, strict=True):
+            if value is not default:
+                force_setattr(self, name, convert(name, value))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -197,7 +313,7 @@ class Sampling(
             ("finish_after", self.finish_after, "n", self.n),
         ):
             if value is not None and value > bound:
-                accepted = INTEGERS[name]
+                accepted = ACCEPTED[name]
                 raise ValueError(f"{name}={value}: must be {accepted.either}between {accepted.low} and {most}={bound}")
         if self.min_len_to_cut and self.finish_after is None:
             raise ValueError(f"min_len_to_cut={self.min_len_to_cut} without finish_after: nothing is cut; set finish_after")
@@ -207,117 +323,43 @@ class Sampling(
     def validate(self, limits: Limits, vocab_size: int) -> None:
         """Check the fields against the limits and the model of a service. Raises ValueError naming the field, its value and
         what would be accepted."""
-        for name, limit in (
-            ("n", "max_n"), ("max_tokens", "max_tokens"), ("max_kv_lag", "max_kv_lag"), ("max_version_lag", "max_kv_lag"),
-            ("kv_ttl_s", "max_kv_ttl_s"), ("top_logprobs", "max_top_logprobs"),
-        ):  # fmt: skip
-            value, most = getattr(self, name), getattr(limits, limit)
-            if value is not None and value > most:
-                accepted = INTEGERS.get(name) or NUMBERS[name]
-                shown = f"{accepted.either}between {accepted.low:g} and {most} (Limits.{limit})"
+        for name, option in OPTIONS.items():
+            value, most = getattr(self, name), getattr(limits, option.limit) if option.limit else math.inf
+            if value is None:
+                continue
+            if option.accepts is None:
+                size = len(value) if option.limit else 0
+                if size > most:
+                    what = "stop strings" if name == "stop" else f"entries of {name}"
+                    raise ValueError(f"{size} {what}: at most {most} (Limits.{option.limit})")
+            elif value > most:
+                shown = f"{option.accepts.either}between {option.accepts.low:g} and {most} (Limits.{option.limit})"
                 raise ValueError(f"{name}={value}: must be {shown}")
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            ids, most = getattr(self, name) or (), getattr(limits, f"max_{name}")
-            if len(ids) > most:
-                raise ValueError(f"{len(ids)} entries of {name}: at most {most} (Limits.max_{name})")
-            for token in ids:
+            for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise ValueError(f"{name} holds {token}: the model's token ids are 0 to {vocab_size - 1}")
-        if len(self.stop) > limits.max_stop_strings:
-            raise ValueError(f"{len(self.stop)} stop strings: at most {limits.max_stop_strings} (Limits.max_stop_strings)")
         for size in (len(string.encode()) for string in self.stop):
             if size > limits.max_stop_bytes:
                 raise ValueError(f"a stop string of {size} bytes: must be 1 to {limits.max_stop_bytes} (Limits.max_stop_bytes)")
 
 
 _DEFAULT_OF = {field.name: field.default for field in msgspec.structs.fields(Sampling)}
-DEFAULTS = tuple(_DEFAULT_OF[name] for name, *_ in SCALARS)
-"""of the numeric fields; they need no check"""
+DEFAULTS = tuple(_DEFAULT_OF[name] for name in ACCEPTED)
+OTHER_DEFAULTS = tuple(_DEFAULT_OF[name] for name, _ in OTHERS)
+"""defaults need no check"""
+assert OPTIONS.keys() == _DEFAULT_OF.keys(), "each field has its row in OPTIONS"
+NEUTRAL = {name: _DEFAULT_OF[name] for name in TRUNCATIONS}
+"""values of truncations that leave nothing out"""
 
 
 def scalar_of(name: str, value: Any) -> int | float | None:
     """Return the value of a numeric field in its type. Raises ValueError for one that is not accepted."""
-    accepted = INTEGERS.get(name) or NUMBERS[name]
+    accepted = ACCEPTED[name]
     if value is None and accepted.optional:
         return None
-    plain = integer_of(name, value) if name in INTEGERS else number_of(name, value)
+    plain: int | float = OPTIONS[name].convert(name, value)
     if accepted.low <= plain <= accepted.high:  # not NaN
         return plain
     most = f"at most {LARGEST_LIMIT}" if plain > accepted.high == LARGEST_LIMIT else accepted.words
     raise ValueError(f"{name}={plain}: must be {most}")
-
-
-def python_of(value: Any) -> Any:
-    """Convert a scalar of numpy, and containers of them, to Python's types; other values stay as they are."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    return [python_of(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def integer_of(name: str, value: Any) -> int:
-    """Return an integer given in another type: 2.0, or numpy's. Raises ValueError naming the field."""
-    plain = python_of(value)
-    if type(plain) is int or (type(plain) is float and plain.is_integer()):
-        return int(plain)
-    raise ValueError(f"{name}={value!r:.40}: must be an integer")
-
-
-def number_of(name: str, value: Any) -> float:
-    """Return a float given in another type. Raises ValueError naming the field."""
-    plain = python_of(value)
-    if type(plain) in (int, float):
-        try:
-            return float(plain)
-        except OverflowError:
-            return math.inf
-    raise ValueError(f"{name}={value!r:.40}: must be a number")
-
-
-def bool_of(name: str, value: Any) -> bool:
-    """Return a bool of numpy as Python's. Raises ValueError naming the field."""
-    plain = python_of(value)
-    if type(plain) is bool:
-        return plain
-    raise ValueError(f"{name}={value!r:.40}: must be True or False")
-
-
-def token_ids_of(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple. Raises ValueError naming the field."""
-    plain = python_of(value)
-    if not isinstance(plain, list):
-        raise ValueError(f"{name}={value!r:.40}: must be token ids, e.g. (2, 7)")
-    for id in plain:
-        if type(id) is not int:
-            raise ValueError(f"{name} holds {id!r:.40}: must be integers")
-        if not 0 <= id <= LARGEST_ID:
-            raise ValueError(f"{name} holds {id}: token ids are 0 to {LARGEST_ID}")
-    return tuple(plain)
-
-
-def bias_of(value: Any) -> dict[int, float]:
-    """Return a logit bias in Python's types. Raises ValueError."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias={value!r:.40}: must map token ids to numbers, e.g. {{7: -100.0}}")
-    bias = dict(zip(token_ids_of("logit_bias", list(value)), map(python_of, value.values()), strict=True))
-    for id, each in bias.items():
-        if type(each) not in (int, float):
-            raise ValueError(f"logit_bias holds {each!r:.40}: must be numbers")
-        if not -100.0 <= each <= 100.0:
-            raise ValueError(f"logit_bias of token {id} is {each}: must be between -100 and 100")
-    return {id: float(each) for id, each in bias.items()}
-
-
-def stop_of(value: Any) -> tuple[str, ...]:
-    """Return stop strings as a tuple. Raises ValueError."""
-    plain = python_of(value)
-    strings = [plain] if isinstance(plain, str) else plain
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise ValueError(f"stop={value!r:.40}: must be a string or a tuple of strings")
-    for string in strings:
-        try:
-            string.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"stop holds {string!r:.40}: must be Unicode text, without lone surrogates") from None
-        if not string:
-            raise ValueError("stop holds an empty string: it would end every child; leave it out")
-    return tuple(str(string) for string in strings)

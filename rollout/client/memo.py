@@ -24,8 +24,8 @@ import msgspec
 
 from rollout.client.handle import OpenHandle
 from rollout.client.memo_folder import WELCOME, MemoFolder
-from rollout.engine.values import Group, Limits, Sample, Served
-from rollout.identity import BATCH, COMPUTED_BY, Role, computed_by, drawn_by, given_digest, numbered, prompt_digest, unnumbered
+from rollout.engine.values import Group, Limits, Role, Sample, Served
+from rollout.identity import BATCH, COMPUTED_BY, computed_by, drawn_by, given_digest, numbered, prompt_digest, unnumbered
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import Bounds, check_sample

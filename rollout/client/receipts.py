@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from rollout.client.submission import TokenIds, token_array
-from rollout.engine.values import Sample, Sampling
-from rollout.identity import Role, drawn_by, numbered, prompt_digest, result_digest, sampling_of, short
+from rollout.engine.values import Role, Sample, Sampling
+from rollout.identity import drawn_by, numbered, prompt_digest, result_digest, sampling_of, short
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.messages import Welcome
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from rollout.client.replaying import STOPPED
-from rollout.engine.values import TensorInfo
-from rollout.identity import COMPUTED_BY, OPTIONS, first_difference
+from rollout.engine.values import OPTIONS, TensorInfo
+from rollout.identity import COMPUTED_BY, first_difference
 from rollout.ledger.reader import RecordedGroup, RecordedRefresh, RecordedRun, RecordedSample, RecordedService
 from rollout.ledger.records import ROLES, mark_lengths
 
@@ -365,10 +365,10 @@ def _group(a: RecordedRun, b: RecordedRun, one: RecordedGroup, other: RecordedGr
         what = f"what follows child {one.after[1]} of {one.after[0]!r}" if turn and one.after is not None else "the prompt"
         raise Different(kind, f"{what} is another one: {one.prompt_tokens} tokens in a, {other.prompt_tokens} in b",
                         a=one.prompt, b=other.prompt, **fields)  # fmt: skip
-    recorded = [name for name, role in OPTIONS.items() if role in ROLES and name != "seed"]
+    recorded = [name for name, option in OPTIONS.items() if option.role in ROLES and name != "seed"]
     names = [name for name in recorded if getattr(one.sampling, name) != getattr(other.sampling, name)]
     if names:
-        kind = "truncation" if OPTIONS[names[0]] == "truncates" else "sampling"
+        kind = "truncation" if OPTIONS[names[0]].role == "truncates" else "sampling"
         x, y = getattr(one.sampling, names[0]), getattr(other.sampling, names[0])
         also = f"; also {', '.join(names[1:])}" if names[1:] else ""
         raise Different(kind, f"{names[0]} is {x} in a, {y} in b{also}", a=x, b=y, **fields)

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rollout.engine.values import FinishReason, KVPolicy, Sample, Sampling
-from rollout.identity import Role, numbered
+from rollout.engine.values import FinishReason, KVPolicy, Role, Sample, Sampling
+from rollout.identity import numbered
 
 REASONS: tuple[str, ...] = get_args(FinishReason)
 """finish reasons, by the number in a record: append only"""

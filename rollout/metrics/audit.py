@@ -118,7 +118,7 @@ def comparable(group: Group, sample: Sample) -> tuple[float, np.ndarray] | None:
         return None
     if sample.raw_logprobs is not None:
         return 1.0, sample.raw_logprobs
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens or sampling.changes_logits:
+    if sampling.truncates or sampling.min_tokens or sampling.changes_logits:
         return None
     return sampling.temperature or 1.0, sample.logprobs
 

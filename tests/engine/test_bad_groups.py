@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.engine.values import INTEGERS, LARGEST_LIMIT, NUMBERS, Group, Limits, Sample, Sampling
+from rollout.engine.values import ACCEPTED, LARGEST_LIMIT, OPTIONS, Group, Limits, Sample, Sampling
+from rollout.engine.values.sampling import integer_of
 from rollout.service.validation import check_sample_frames
 
 SMALL = {"max_n": 16, "max_tokens": 100, "max_prompt_tokens": 50, "max_stop_token_ids": 2, "max_id_bytes": 20, "max_kv_lag": 3}
@@ -19,7 +20,9 @@ LIMITS = Limits(**SMALL, max_logit_bias=2, max_allowed_token_ids=3, max_stop_str
 VOCAB, CONTEXT = 23, 120
 GOOD = {"id": "g", "prompt": np.arange(3, dtype=np.int32), "n": 2, "max_tokens": 4}
 NAN, INF = float("nan"), float("inf")
-OPTIONAL = {name for name, accepted in (INTEGERS | NUMBERS).items() if accepted.optional}
+INTEGERS = [name for name, option in OPTIONS.items() if option.convert is integer_of]
+NUMBERS = [name for name in ACCEPTED if name not in INTEGERS]
+OPTIONAL = {name for name, accepted in ACCEPTED.items() if accepted.optional}
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt of 0 tokens: must be 1 to 50 (Limits.max_prompt_tokens)"),
@@ -90,7 +93,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         for bad in (True, 2.5, np.float32(2.5), "2", INF)
     ),
     *(({name: bad}, f"{name}={bad!r}: must be a number") for name in NUMBERS for bad in (True, np.False_, "2", np.ones(1))),
-    *(({name: None}, f"{name}=None: must be a") for name in sorted((INTEGERS | NUMBERS).keys() - OPTIONAL)),
+    *(({name: None}, f"{name}=None: must be a") for name in sorted(ACCEPTED.keys() - OPTIONAL)),
     *(
         ({name: bad}, f"{name}={bad!r}: must be True or False")
         for name in ("ignore_eos", "raw_logprobs", "routed_experts")

@@ -10,6 +10,7 @@ from rollout.client.api import RolloutClient
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.forward.sampling import SamplingBatch, launch_draws, sample
 from rollout.engine.values import Sampling
+from tests.support.draws import cuts_of
 
 VOCABULARY = 300
 
@@ -20,9 +21,7 @@ def batch(tokens: list[int], top: list[int], drawn: list[int]) -> SamplingBatch:
     return SamplingBatch(
         logits_row=np.arange(count),
         temperature=np.full(count, 0.7, np.float32),
-        top_k=np.zeros(count, np.int64),
-        top_p=np.ones(count, np.float32),
-        min_p=np.zeros(count, np.float32),
+        cuts=cuts_of([Sampling()] * count),
         uniform=np.array([*(-1.0 - token for token in tokens), *(0.5 for _ in drawn)]),
         forbidden=[],
         raw=False,

@@ -16,6 +16,7 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.sampling import SamplingBatch, launch_draws
 from rollout.engine.scheduling import scheduler
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
+from tests.support.draws import cuts_of
 from tests.support.invariants import check
 from tests.support.tiny import tiny_engine
 from tests.support.toy import engine as toy_engine
@@ -162,8 +163,8 @@ def test_given_tokens_beside_drawn_ones(native: bool) -> None:
     logits = torch.randn(6, 97, generator=torch.Generator().manual_seed(0)) * 3
     temperature = np.array([1, 1, 0.7, 0.7, 0, 0], np.float32)
     batch = SamplingBatch(
-        logits_row=np.arange(6), temperature=temperature, top_k=np.array([0, 5] * 3), top_p=np.ones(6, np.float32),
-        min_p=np.zeros(6, np.float32), uniform=np.linspace(0.1, 0.9, 6), forbidden=[], raw=True,
+        logits_row=np.arange(6), temperature=temperature, cuts=cuts_of([Sampling(), Sampling(top_k=5)] * 3),
+        uniform=np.linspace(0.1, 0.9, 6), forbidden=[], raw=True,
     )  # fmt: skip
     drawn = launch_draws(logits, batch, kernel).read()
     for i in range(6):

@@ -156,7 +156,7 @@ def test_options_are_numbered_for_good() -> None:
     first = ("seed", "temperature", "max_tokens", "min_tokens", "top_k", "top_p", "min_p", "stop_token_ids", "ignore_eos")
     assert identity.NAMES[: len(first)] == first and identity.NAMES[15] == "n" and identity.NAMES[-1] == "kv_ttl_s"
     for number, name in enumerate(identity.NAMES):
-        role = identity.OPTIONS[name]
+        role = identity.OPTIONS[name].role
         value = {
             "top_p": 0.5,
             "min_p": 0.1,

@@ -245,6 +245,7 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     from rollout.engine.cuda.sampling import BLOCK, LARGE_BLOCK, WARPS
     from rollout.engine.cuda.sampling_kernels import draw_kernel
     from rollout.engine.forward.summed import SLICES
+    from rollout.engine.values.sampling import TRUNCATIONS
 
     launch = choose(PRODUCTION.group, PRODUCTION.dim, PRODUCTION.itemsize, KNOWN[capability]).small
     sums = [(itemsize, tile, slices) for itemsize, tile in TILES.items() for slices in (1, 2, SLICES)]
@@ -272,7 +273,7 @@ def others(capability: int) -> Iterator[dict[str, Any]]:
     yield compiled(digest_kernels.sum_blocks, capability, {"BLOCKS": BLOCKS}, {})
     yield compiled(digest_kernels.chain, capability, {"UNROLL": UNROLL}, {"num_warps": 1})
     for cut, top in ((False, False), (True, False), (True, True)):
-        fixed = {"N": LARGE_BLOCK if cut else BLOCK, "CUT": cut, "TOP": top}
+        fixed = {"N": LARGE_BLOCK if cut else BLOCK, "CUT": len(TRUNCATIONS) if cut else 0, "TOP": top}
         made = compiled(draw_kernel, capability, fixed, {"num_warps": WARPS, **EXACT})
         yield made | {"cut": cut, "top": top}
 

@@ -10,6 +10,12 @@ import torch
 
 from rollout.engine.forward.sampling import SamplingBatch, uniform
 from rollout.engine.values import Sampling
+from rollout.engine.values.sampling import COLUMNS, TRUNCATIONS
+
+
+def cuts_of(samplings: list[Sampling]) -> dict[str, np.ndarray]:
+    """Return the truncations of draws by name."""
+    return {name: np.array([getattr(each, name) for each in samplings], COLUMNS[name]) for name in TRUNCATIONS}
 
 
 def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
@@ -19,9 +25,7 @@ def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
     return SamplingBatch(
         logits_row=np.arange(n),
         temperature=np.array([s.temperature for s in samplings], np.float32),
-        top_k=np.array([s.top_k for s in samplings], np.int64),
-        top_p=np.array([s.top_p for s in samplings], np.float32),
-        min_p=np.array([s.min_p for s in samplings], np.float32),
+        cuts=cuts_of(samplings),
         uniform=u,
         forbidden=[],
         raw=any(s.raw_logprobs for s in samplings),

@@ -116,7 +116,7 @@ def top_of(tokens: list[int], k: int) -> np.ndarray:
 
 def most_probable(tokens: list[int], plan: Plan) -> TopLogprobs | None:
     """Return what a step gives that drew `tokens`: in as many columns as one of its draws asks for."""
-    ids = top_of(tokens, int(plan.sampling["top"].max(initial=0)))
+    ids = top_of(tokens, int(plan.sampling["top_logprobs"].max(initial=0)))
     return TopLogprobs(ids, -ids.astype(np.float32)) if ids.size else None
 
 

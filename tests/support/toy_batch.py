@@ -6,6 +6,7 @@ import numpy as np
 
 from rollout.engine.forward.sampling import SamplingBatch, uniform
 from rollout.engine.values import Sampling
+from tests.support.draws import cuts_of
 
 
 def one_draw(sampling: Sampling, index: int, position: int) -> SamplingBatch:
@@ -13,9 +14,7 @@ def one_draw(sampling: Sampling, index: int, position: int) -> SamplingBatch:
     return SamplingBatch(
         logits_row=np.zeros(1, np.int64),
         temperature=np.array([sampling.temperature], np.float32),
-        top_k=np.array([sampling.top_k], np.int64),
-        top_p=np.array([sampling.top_p], np.float32),
-        min_p=np.array([sampling.min_p], np.float32),
+        cuts=cuts_of([sampling]),
         uniform=uniform(*(np.array([x], np.uint64) for x in (sampling.seed, index, position))),
         forbidden=[],
         raw=False,
