@@ -226,12 +226,16 @@ class Fleet:
             since = self.replicas.none_since
             if since is not None and now - since > self._grace_s:
                 self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
+            self._groups.give_up_scores(
+                now - self._grace_s,
+                f"no trusted replica (fleet.trust) has served for {self._grace_s} s (replica_grace_s), and others do not score",
+            )
         elif arrived:
             self.replicas.update(now)
         while events := self.replicas.take_events():
             for event in events:
                 self._handle(event, now)
-        if self._groups.waiting:
+        if self._groups.waiting or self._groups.unjudged:
             self._groups.place_waiting(now)
         while self._groups.unsent:
             self._groups.unsent.pop().calls.wake()

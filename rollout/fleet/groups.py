@@ -63,7 +63,9 @@ class FleetGroups:
     def __init__(self, inbox: EventQueue, replicas: ReplicaSet, verifier: Verifier, seed: int = 0) -> None:
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
-        """groups with unplaced children"""
+        """groups with unplaced children, which any replica may get"""
+        self.unjudged: dict[str, float] = {}
+        """ids of scores that only a trusted replica may compute, while none serves, and since when"""
         self.at: defaultdict[Replica, set[PlacedChildren]] = defaultdict(set)
         """what runs on each replica"""
         self.ended: list[Sample] = []
@@ -87,7 +89,8 @@ class FleetGroups:
     @property
     def has_work(self) -> bool:
         """Whether samples were not returned, links not woken, failures not taken, or groups wait though a replica serves."""
-        return bool(self.ended or self.unsent or self.failures) or (bool(self.waiting) and bool(self._replicas.serving()))
+        placed = (self.waiting and self._replicas.serving()) or (self.unjudged and self._replicas.trusted())
+        return bool(self.ended or self.unsent or self.failures or placed)
 
     def submit(self, group: Group, client: str, now: float) -> None:
         """Add a group, and send it if a replica serves."""
@@ -105,8 +108,11 @@ class FleetGroups:
         trusted = self._replicas.trusted() if self._verifier.on else []
         judges = one.group.score and self._verifier.on  # nothing verifies a score, and who is doubted does not verify others
         replicas = candidates(one, trusted if judges else self._verifier.not_suspended(self._replicas.serving(), now))
-        if judges and not replicas:
-            self._end(one, sorted(one.unplaced), "error", "no trusted replica (fleet.trust) serves, and others do not score")
+        if judges and one.unplaced and not replicas:
+            self.waiting.pop(one.group.id, None)
+            self.unjudged.setdefault(one.group.id, now)
+            return
+        self.unjudged.pop(one.group.id, None)
         if not one.unplaced or not replicas:
             if one.unplaced:
                 self.waiting[one.group.id] = one
@@ -191,7 +197,10 @@ class FleetGroups:
                 self._repeat(one, held.sample)
 
     def place_waiting(self, now: float) -> None:
-        """Send waiting groups, if a replica serves: some of them at each call."""
+        """Send waiting groups, if a replica serves that may have them: some of them at each call."""
+        if self.unjudged and self._replicas.trusted():
+            for one in first_of({name: self.open[name] for name in self.unjudged}):
+                self.place(one, now)
         for one in first_of(self.waiting):
             self.place(one, now)
 
@@ -199,6 +208,11 @@ class FleetGroups:
         """End waiting groups as "error": some of them at each call."""
         for one in first_of(self.waiting):
             self._end(one, sorted(one.unplaced), "error", reason)
+
+    def give_up_scores(self, before: float, reason: str) -> None:
+        """End scores that wait for a trusted replica since before a time as "error"."""
+        for name in [name for name, since in self.unjudged.items() if since < before]:
+            self._end(self.open[name], sorted(self.open[name].unplaced), "error", reason)
 
     def _changed(self, part: PlacedChildren, samples: Sequence[Sample] | None) -> None:
         if samples is not None:
@@ -325,6 +339,7 @@ class FleetGroups:
         self.ended.append(one.with_routes_once(sample))
         if not one.unplaced:
             self.waiting.pop(one.group.id, None)
+            self.unjudged.pop(one.group.id, None)
         if not one.left:
             del self.open[one.group.id]
 

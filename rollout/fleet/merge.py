@@ -85,7 +85,7 @@ def totals(replicas: ReplicaSet, groups: FleetGroups, verifier: Verifier) -> dic
         "deaths": replicas.deaths,
         "moved": groups.moved,
         "repeats": groups.repeats,
-        "waiting": len(groups.waiting),
+        "waiting": len(groups.waiting) + len(groups.unjudged),
         "trusting": verifier.on,
         "verified": verifier.counts["verified"],
         "lies": verifier.counts["lies"],

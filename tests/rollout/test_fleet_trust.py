@@ -23,7 +23,6 @@ from rollout.commands.serve import configured
 from rollout.commands.serve_fleet import check_verifiable, owners_of
 from rollout.config import CannotServe, FleetConfig
 from rollout.engine.engine import Engine
-from rollout.engine.scheduling import queue
 from rollout.engine.values import Group, PartialSample, Sample, Sampling, Served, manifest_digest
 from rollout.fleet import verifier as verifier_module
 from rollout.fleet.fleet import Fleet, FleetOptions
@@ -46,6 +45,7 @@ from tests.support.fleet import (
     step_until,
 )
 from tests.support.hash_engine import expected, manifest_of, weights_of
+from tests.support.scored_only import score_only
 from tests.support.tiny import tiny, tiny_engine
 
 REPLACE = msgspec.structs.replace
@@ -292,7 +292,7 @@ def test_an_adversary_is_banned(kind: str, model: Any) -> None:
 
 def test_without_drawing_again_the_best_of_eight_passes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: log-probs alone are right for any seed."""
-    monkeypatch.setattr(queue, "sampling_of", lambda seq, record=queue.sampling_of: (*record(seq)[:-1], False))
+    score_only(monkeypatch)
     with trusting(make=lambda: tiny_engine(model=model)) as (fleet, threads):
         lies(threads, Adversary("best_of_8", model))
         fleet.replicas.by_name["r0"].load = 10_000
@@ -508,10 +508,30 @@ def test_only_trusted_replicas_judge() -> None:
         fleet.submit(REPLACE(group(1), id="g2", partials=partials, score=True, redraw=True))
         again = collect(fleet, 4)
         assert [again["g2", i].token_ids.tolist() for i in range(4)] == [one.token_ids.tolist() for one in samples]
+        trusted = fleet.replicas.trusted
         fleet.replicas.trusted = list  # type: ignore[method-assign]
-        fleet.submit(REPLACE(group(1), id="g3", partials=partials, score=True, redraw=True))
+        score = REPLACE(group(1), partials=partials, score=True, redraw=True)
+        fleet.submit(REPLACE(score, id="g3"))
+        assert (fleet.status()["fleet"]["waiting"], fleet._groups.has_work) == (1, False), (
+            "it waits, and nothing turns meanwhile"
+        )
+        fleet.submit(REPLACE(score, id="g4"))
+        assert [one.finish_reason for one in fleet.abort("g4")] == ["aborted"] * 4
+        fleet.replicas.trusted = trusted  # type: ignore[method-assign]
+        again = collect(fleet, 4)
+        assert [again["g3", i].token_ids.tolist() for i in range(4)] == [one.token_ids.tolist() for one in samples]
+        assert not fleet._groups.unjudged and not fleet._groups.open
+
+
+def test_a_score_does_not_wait_for_a_trusted_replica_for_ever() -> None:
+    with trusting() as (fleet, _):
+        fleet._grace_s = 0.2
+        fleet.submit(group(1))
+        partials = tuple(PartialSample.of(one) for _, one in sorted(collect(fleet, 4).items()))
+        fleet.replicas.trusted = list  # type: ignore[method-assign]
+        fleet.submit(REPLACE(group(1), id="g2", partials=partials, score=True))
         assert {one.error for one in collect(fleet, 4).values()} == {
-            "no trusted replica (fleet.trust) serves, and others do not score"
+            "no trusted replica (fleet.trust) has served for 0.2 s (replica_grace_s), and others do not score"
         }
 
 

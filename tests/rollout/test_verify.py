@@ -17,14 +17,12 @@ from rollout.bench import forgeries
 from rollout.client import AsyncRolloutClient, Receipt, RolloutClient, Verified, receipts, verification
 from rollout.engine.engine import Engine
 from rollout.engine.forward import sampling as sampler
-from rollout.engine.scheduling import queue
-from rollout.engine.scheduling.plan import SAMPLING
-from rollout.engine.scheduling.sequence import Sequence
 from rollout.engine.values import Sample, Sampling
 from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.loopback import LoopbackService
 from tests.support.fleet import fleet_of, router_of
+from tests.support.scored_only import score_only
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving
 
@@ -136,12 +134,7 @@ def test_without_drawing_again_another_seed_is_not_seen(
     client: RolloutClient, old: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: scoring alone gives the log-probs that any seed has."""
-    record, names = queue.sampling_of, SAMPLING.names or ()
-
-    def scored(seq: Sequence) -> tuple[object, ...]:
-        return tuple(False if name == "redraw" else value for name, value in zip(names, record(seq), strict=True))
-
-    monkeypatch.setattr(queue, "sampling_of", scored)
+    score_only(monkeypatch)
     for kind in ("seed", "best_of_8"):
         assert [each.ok for each in verify(client, lies_of(kind, PLAIN, client, old))] == [True] * N
     assert [each.ok for each in verify(client, lies_of("old_weights", PLAIN, client, old))] == [False] * N
