@@ -385,7 +385,7 @@ def take_kv(
     windows = windows_of(model)
     longest = -(-model.context // config.block_tokens)
     if any(windows):
-        kv, sizes = _with_windows(config, device, model, sizes, block_bytes)
+        kv, sizes = _with_windows(config, device, model, sizes, block_bytes, states)
     else:
         kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
     kv.routes = None if routes is None else RoutePages(routes, sizes, memory)
@@ -394,7 +394,7 @@ def take_kv(
 
 
 def _with_windows(
-    config: EngineConfig, device: Device, model: ModelLike, sizes: PoolSizes, block_bytes: int
+    config: EngineConfig, device: Device, model: ModelLike, sizes: PoolSizes, block_bytes: int, states: StatePages | None
 ) -> tuple[PagedKV, PoolSizes]:
     """Allocate pools for the layers with full attention and for those with a window. Returns them, and the size of the former.
 
@@ -409,7 +409,7 @@ def _with_windows(
     of_windows = window.bytes_per_token * config.block_tokens
     each = BlockBytes(block_bytes - of_windows, of_windows)
     counts, sizes = window_sizes(config, sizes, each, max(windows), longest)
-    kv = PagedKV(full, sizes, device.memory, device.copy_engine())
+    kv = PagedKV(full, sizes, device.memory, device.copy_engine(), states)
     beside = sizes._replace(device=counts.device, host=counts.host)
     kv.join(PagedKV(window, beside, device.memory, device.copy_engine()), windowed)
     log.info(

@@ -139,7 +139,7 @@ class Model:
         """shapes of the recurrent state of a sequence; None: it has none"""
         self.geometry, self.places = geometry_of(asked, module.dtype)
         """places: of the KV of each decoder layer with attention"""
-        self.windows = () if self.states is not None else windows_in(asked, self.context)
+        self.windows = windows_in(asked, self.context)
         """window of each layer that stores KV, 0 where all tokens are held; (): everywhere"""
         self.heads: Sequence[tuple[int, int, int, int]] = [
             (each["q_heads"], each["kv_heads"], each["head_dim"], each["value_dim"]) for each in asked.values()

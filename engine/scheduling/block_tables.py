@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rollout.engine.kv.block import Block
 from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.kv.store import BlockStore
@@ -9,6 +11,27 @@ from rollout.engine.scheduling.counters import Counters
 from rollout.engine.scheduling.sequence import Sequence
 from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.windows import WindowBlocks
+
+
+class Found(NamedTuple):
+    """A prefix from which a sequence can continue."""
+
+    depth: int
+    """full blocks of full attention"""
+    window: list[Block]
+    """blocks of the window before its end that the sequence does not have, in order"""
+    state: Block | None
+    """snapshot of the recurrent state after it"""
+
+
+def needs_room(block: Block) -> bool:
+    """Return whether a block that is taken from the index needs a slot that is available now."""
+    return block.device is None or not block.owners
+
+
+def room_for(blocks: list[Block]) -> int:
+    """Count the blocks that need room."""
+    return sum(map(needs_room, blocks))
 
 
 class BlockTables:
@@ -44,86 +67,78 @@ class BlockTables:
         return self.windows is None or seq.window_first <= self.windows.first(position)
 
     def find_cached(self, seq: Sequence, version: int) -> None:
-        """Add full blocks from the prefix index to a running sequence. One token is left to compute, for its logits. With
-        recurrent state, only the blocks up to the deepest snapshot: later tokens are computed again, for their state."""
+        """Add full blocks from the prefix index to a running sequence: as many as each kind of layer can continue from, and as
+        there is room for. One token is left to compute, for its logits. With recurrent state, only a sequence that has computed
+        nothing; where more blocks are known, a row of it is to end there and leave a snapshot."""
+        if self.states is not None and seq.cached:
+            return
+        chain = self._known_chain(seq, version, in_use=False)
+        found = self._deepest(seq, chain[: self._room_along(seq, chain)], in_use=False)
         if self.states is not None:
-            if not seq.cached:
-                self._find_with_state(seq, self.states, version)
+            seq.junction = len(chain) * self.block_size if len(chain) > found.depth else 0
+        if self.windows is not None and room_for(found.window) > self.windows.store.available:
             return
-        if self.windows is not None:
-            self._find_with_window(seq, self.windows, version, in_use=False)
+        if found.state is not None and self.states is not None and not self.states.adopt(seq, found.state):
             return
-        while block := self._next_known(seq, version):
-            if block.device is None and not self.store.available:
-                return
-            self.store.retain(block)
-            self.store.activate(block, full=True)
-            seq.add_block(block)
-            self._found(seq)
+        self._adopt(seq, chain, found)
 
     def find_in_use(self, seq: Sequence, version: int) -> None:
         """Add full blocks from the prefix index to a waiting sequence, as long as running sequences use them, so that they need
         no room. The following blocks are looked up when it runs, with recurrent state all of them."""
-        if self.windows is not None:
-            self._find_with_window(seq, self.windows, version, in_use=True)
-            return
-        while self.states is None and (block := self._next_known(seq, version)):
-            if not block.users:
-                return
-            self.store.retain(block)
-            seq.blocks.append(block)
-            self._found(seq)
+        if self.states is None:
+            chain = self._known_chain(seq, version, in_use=True)
+            self._adopt(seq, chain, self._deepest(seq, chain, in_use=True))
 
-    def _find_with_state(self, seq: Sequence, states: StateSlots, version: int) -> None:
-        """Add the blocks up to the deepest snapshot to a sequence without any, and the snapshot. Where more blocks are known, a
-        row of it is to end and leave a snapshot."""
-        chain: list[Block] = []
-        while block := self._known(seq, chain, version):
-            chain.append(block)
-        found = states.find(chain)
-        depth = 0 if found is None else found[0]
-        seq.junction = len(chain) * self.block_size if len(chain) > depth else 0
-        taken = sum(block.device is None or not block.owners for block in chain[:depth])
-        if found is None or taken > self.store.available or not states.adopt(seq, found[1]):
-            return
-        for block in chain[:depth]:
-            self.store.retain(block)
-        for block in chain[:depth]:
-            self.store.activate(block, full=True)
-            seq.add_block(block)
-            self._found(seq)
-
-    def _find_with_window(self, seq: Sequence, windows: WindowBlocks, version: int, in_use: bool) -> None:
-        """Add full blocks from the prefix index to a sequence, as far as the window before the next token is known as well.
-        in_use: only blocks that running sequences use."""
-        if seq.cached % self.block_size or (seq.blocks and seq.blocks[-1].key is None):
-            return
+    def _known_chain(self, seq: Sequence, version: int, in_use: bool) -> list[Block]:
+        """Return the blocks of a sequence and the full ones that continue them in the index, leaving a token to compute."""
         chain = [*seq.blocks]
-        while (block := self._known(seq, chain, version)) and (block.users or not in_use):
-            chain.append(block)
-        found = windows.find(seq, chain, in_use)
-        added = [(self.store, chain[len(seq.blocks) : found.depth]), (windows.store, found.added)]
-        if any(sum(block.device is None or not block.owners for block in blocks) > store.available for store, blocks in added):
-            return
-        for store, blocks in added:
+        if seq.cached % self.block_size == 0 and not (chain and chain[-1].key is None):
+            while (block := self._known(seq, chain, version)) and (block.users or not in_use):
+                chain.append(block)
+        return chain
+
+    def _room_along(self, seq: Sequence, chain: list[Block]) -> int:
+        """Return how many blocks of a chain a running sequence can hold on the device."""
+        taken = 0
+        for i in range(len(seq.blocks), len(chain)):
+            taken += needs_room(chain[i])
+            if taken > self.store.available:
+                return i
+        return len(chain)
+
+    def _deepest(self, seq: Sequence, chain: list[Block], in_use: bool) -> Found:
+        """Return the longest prefix of a chain from which each kind of layer can continue: a kind may shorten it, and then the
+        others are asked again."""
+        found = Found(len(chain), [], None)
+        while True:
+            depth = found.depth
+            if self.windows is not None:
+                found = found._replace(**self.windows.find(seq, chain[:depth], in_use)._asdict())
+            if self.states is not None:
+                depth_of_state, state = self.states.find(chain[: found.depth])
+                found = found._replace(depth=depth_of_state, state=state)
+            if found.depth == depth:
+                return found
+
+    def _adopt(self, seq: Sequence, chain: list[Block], found: Found) -> None:
+        """Give a sequence the blocks that were found."""
+        added = chain[len(seq.blocks) : found.depth]
+        own = [(self.store, added)] if self.windows is None else [(self.store, added), (self.windows.store, found.window)]
+        for store, blocks in own:
             for block in blocks:
                 store.retain(block)
-        for store, blocks in added if seq.running else ():
+        for store, blocks in own if seq.running else ():
             for block in blocks:
                 store.activate(block, full=True)
-        for block in chain[len(seq.blocks) : found.depth]:
+        for block in added:
             if seq.running:
                 seq.add_block(block)
             else:
                 seq.blocks.append(block)
-            self._found(seq)
-        windows.adopt(seq, found)
-
-    def _next_known(self, seq: Sequence, version: int) -> Block | None:
-        """Return the block that continues the full ones of a sequence, if the index has it and a token is left to compute."""
-        if seq.cached % self.block_size or (seq.blocks and seq.blocks[-1].key is None):
-            return None
-        return self._known(seq, seq.blocks, version)
+        seq.cached += len(added) * self.block_size
+        self.counters.prefix_hit_tokens += len(added) * self.block_size
+        if self.windows is not None and added:
+            self.windows.adopt(seq, found.depth, found.window)
 
     def _known(self, seq: Sequence, blocks: list[Block], version: int) -> Block | None:
         """Return the block that continues these full ones, which have keys, with the tokens of a sequence."""
@@ -134,10 +149,6 @@ class BlockTables:
         whole = own is not None and start + size <= own.tokens
         versions = own.of_block(start // size, size) if own is not None and whole else ()
         return self.store.index.find(blocks[-1].key if blocks else None, seq.tokens(start, size), oldest, versions)
-
-    def _found(self, seq: Sequence) -> None:
-        seq.cached += self.block_size
-        self.counters.prefix_hit_tokens += self.block_size
 
     def extend(self, seq: Sequence, cached: int, version: int) -> None:
         """Allocate blocks to write tokens up to `cached`: copy a shared partial block first, then append new ones."""

@@ -209,13 +209,14 @@ class StateSlots:
             seq.junction = 0
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def find(self, chain: Sequences[Block]) -> tuple[int, Block] | None:
-        """Return the deepest snapshot along full KV blocks from the first one on, as (number of blocks before it, state)."""
+    def find(self, chain: Sequences[Block]) -> tuple[int, Block | None]:
+        """Return the deepest snapshot along full KV blocks from the first one on, as (number of blocks before it, state); (0,
+        None) if there is none."""
         keys = chained(chain)
         for i in range(len(keys), 0, -1):
             if (state := self.store.index.get(keys[i - 1])) is not None:
                 return i, state
-        return None
+        return 0, None
 
     def adopt(self, seq: Sequence, state: Block) -> bool:
         """Let a running sequence that has computed nothing continue from a snapshot. Returns False if there is no slot for it

@@ -32,7 +32,7 @@ class FoundWindow(NamedTuple):
 
     depth: int
     """blocks of full attention before the next token"""
-    added: list[Block]
+    window: list[Block]
     """blocks of the window before it that the sequence does not have, in order"""
 
 
@@ -125,12 +125,13 @@ class WindowBlocks:
         begin = max(len(seq.blocks), self.first(depth * self.block_size))
         return FoundWindow(depth, [found[i] for i in range(begin, depth)])
 
-    def adopt(self, seq: Sequence, found: FoundWindow) -> None:
-        """Give a sequence the blocks that `find` returned, which it owns already and uses if it runs; it has their tokens."""
+    def adopt(self, seq: Sequence, depth: int, added: Sequences[Block]) -> None:
+        """Give a sequence the blocks that `find` returned, which it owns already and uses if it runs; it has the tokens of its
+        first `depth` blocks."""
         self.trim(seq)
         if not seq.window:
-            seq.window_first = found.depth - len(found.added)
-        for block in found.added:
+            seq.window_first = depth - len(added)
+        for block in added:
             if seq.running:
                 self.append(seq, block)
             else:

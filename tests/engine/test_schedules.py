@@ -15,7 +15,7 @@ from rollout.engine.kv import prefix
 from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks, SlotCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling import block_tables, conversation, output, rows, states
-from rollout.engine.scheduling.block_tables import BlockTables
+from rollout.engine.scheduling.block_tables import BlockTables, Found
 from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.queue import RunningTable
@@ -64,10 +64,12 @@ def test_random_schedules() -> None:
         pytest.param(partial(random_schedule, windows=True), 10_000, id="windows"),
         pytest.param(partial(conversations, windows=True), 10_000, id="conversations with windows"),
         pytest.param(partial(tight_schedule, windows=True), 2_500, id="tight windows"),
+        pytest.param(partial(random_schedule, recurrent=True, windows=True), 5_000, id="both"),
+        pytest.param(partial(conversations, recurrent=True, windows=True), 5_000, id="conversations with both"),
     ],
 )
 def test_new_random_schedules(schedule: Callable[[int], Any], count: int, part: int, new_seeds: Draw) -> None:
-    """150,000 in all, a sixth of an hour of one core for each 10,000."""
+    """170,000 in all, a sixth of an hour of one core for each 10,000."""
     for seed in new_seeds(count):
         named(schedule, seed)
 
@@ -88,6 +90,12 @@ def test_random_schedules_of_windows() -> None:
     it."""
     over_seeds(partial(random_schedule, windows=True), 0, 20)
     over_seeds(partial(conversations, windows=True), 0, 20)
+
+
+def test_random_schedules_of_windows_beside_recurrent_state() -> None:
+    """20 schedules each: what one kind of layer cannot continue from, no kind does."""
+    over_seeds(partial(random_schedule, recurrent=True, windows=True), 0, 20)
+    over_seeds(partial(conversations, recurrent=True, windows=True), 0, 20)
 
 
 def test_tight_pools_of_windows_finish() -> None:
@@ -790,7 +798,7 @@ def patch_window_found(monkeypatch: pytest.MonkeyPatch) -> None:
     find = WindowBlocks.find
 
     def whole(self: WindowBlocks, seq: Sequence, chain: list[Block], in_use: bool) -> FoundWindow:
-        return FoundWindow(len(chain), find(self, seq, chain, in_use).added)
+        return FoundWindow(len(chain), find(self, seq, chain, in_use).window)
 
     monkeypatch.setattr(WindowBlocks, "find", whole)
 
@@ -842,6 +850,47 @@ def patch_window_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def patch_window_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """room is made for blocks of full attention only"""
     monkeypatch.setattr(SchedulerState, "available", property(lambda self: self.store.available))
+
+
+def patch_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the windows are not asked again after the states"""
+    deepest = BlockTables._deepest
+
+    def once(self: BlockTables, seq: Sequence, chain: list[Block], in_use: bool) -> Found:
+        found = deepest(self, seq, chain, in_use)
+        if self.windows is None or self.states is None:
+            return found
+        first = self.windows.find(seq, chain, in_use)
+        depth, state = self.states.find(chain[: first.depth])
+        return Found(depth, first.window, state)
+
+    monkeypatch.setattr(BlockTables, "_deepest", once)
+
+
+def patch_window_without_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a prefix is found whose state is not"""
+    deepest = BlockTables._deepest
+
+    def without(self: BlockTables, seq: Sequence, chain: list[Block], in_use: bool) -> Found:
+        states, self.states = self.states, None
+        try:
+            found = deepest(self, seq, chain, in_use)
+        finally:
+            self.states = states
+        return found
+
+    monkeypatch.setattr(BlockTables, "_deepest", without)
+
+
+BOTH_MUTANTS = [patch_one_pass, patch_window_without_state]
+
+
+@pytest.mark.parametrize("mutant", tiered(BOTH_MUTANTS))
+def test_mutants_of_both_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the schedules of windows beside recurrent state."""
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        over_seeds(partial(random_schedule, recurrent=True, windows=True), 0, 200)
 
 
 WINDOW_MUTANTS = [

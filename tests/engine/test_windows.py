@@ -36,8 +36,8 @@ from tests.support.toy import group, run
 
 WIDTH = 12
 """tokens of a window in the tiny models"""
-SOME, ALL = ["gemma3_text", "gemma4_text", "gpt_oss"], ["mistral"]
-"""families with windows in some of their layers and in all"""
+SOME, ALL = ["gemma3_text", "gemma4_text", "gpt_oss", "lara_mini", "lfm3"], ["mistral"]
+"""families with windows in some of their layers, of which the last two are recurrent too, and in all"""
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunks": {"max_batch_tokens": 17},
