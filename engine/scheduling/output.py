@@ -203,7 +203,7 @@ def copies_failed(state: SchedulerState, step: int) -> None:
     state.counters.failed_moves += 1
     broken = [store.move_failed() for store in state.stores]
     if state.states is not None:
-        broken[1] |= state.states.advances_failed()
+        broken[-1] |= state.states.advances_failed()  # the last one of `stores`
     for row in state.in_flight.pop(step, []):
         state.tables.truncate(row.seq, -(-row.seq.cached // state.config.block_tokens))
     for seq in list(state.running):

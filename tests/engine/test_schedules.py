@@ -767,7 +767,7 @@ def test_mutants_of_recurrent_state_are_caught(mutant: Mutant, monkeypatch: pyte
     """The negative control of the schedules of recurrent state."""
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError, TypeError, OutOfBlocks)):
-        for seed in range(400):
+        for seed in range(700):
             random_schedule(seed, recurrent=True)
             conversations(seed, recurrent=True)
 
@@ -882,7 +882,7 @@ def patch_window_without_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockTables, "_deepest", without)
 
 
-BOTH_MUTANTS = [patch_one_pass, patch_window_without_state]
+BOTH_MUTANTS = [patch_one_pass, patch_window_without_state, patch_advance_failed]
 
 
 @pytest.mark.parametrize("mutant", tiered(BOTH_MUTANTS))
@@ -890,7 +890,7 @@ def test_mutants_of_both_are_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPa
     """The negative control of the schedules of windows beside recurrent state."""
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        over_seeds(partial(random_schedule, recurrent=True, windows=True), 0, 200)
+        over_seeds(partial(random_schedule, recurrent=True, windows=True), 0, 700)
 
 
 WINDOW_MUTANTS = [
