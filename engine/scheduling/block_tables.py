@@ -13,7 +13,7 @@ from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.windows import WindowBlocks
 
 
-class Found(NamedTuple):
+class FoundPrefix(NamedTuple):
     """A prefix from which a sequence can continue."""
 
     depth: int
@@ -22,16 +22,6 @@ class Found(NamedTuple):
     """blocks of the window before its end that the sequence does not have, in order"""
     state: Block | None
     """snapshot of the recurrent state after it"""
-
-
-def needs_room(block: Block) -> bool:
-    """Return whether a block that is taken from the index needs a slot that is available now."""
-    return block.device is None or not block.owners
-
-
-def room_for(blocks: list[Block]) -> int:
-    """Count the blocks that need room."""
-    return sum(map(needs_room, blocks))
 
 
 class BlockTables:
@@ -73,10 +63,13 @@ class BlockTables:
         if self.states is not None and seq.cached:
             return
         chain = self._known_chain(seq, version, in_use=False)
+        if len(chain) == len(seq.blocks):
+            seq.junction = 0
+            return
         found = self._deepest(seq, chain[: self._room_along(seq, chain)], in_use=False)
         if self.states is not None:
             seq.junction = len(chain) * self.block_size if len(chain) > found.depth else 0
-        if self.windows is not None and room_for(found.window) > self.windows.store.available:
+        if self.windows is not None and not self.windows.has_room(found.window):
             return
         if found.state is not None and self.states is not None and not self.states.adopt(seq, found.state):
             return
@@ -101,15 +94,15 @@ class BlockTables:
         """Return how many blocks of a chain a running sequence can hold on the device."""
         taken = 0
         for i in range(len(seq.blocks), len(chain)):
-            taken += needs_room(chain[i])
+            taken += chain[i].device is None or not chain[i].owners
             if taken > self.store.available:
                 return i
         return len(chain)
 
-    def _deepest(self, seq: Sequence, chain: list[Block], in_use: bool) -> Found:
+    def _deepest(self, seq: Sequence, chain: list[Block], in_use: bool) -> FoundPrefix:
         """Return the longest prefix of a chain from which each kind of layer can continue: a kind may shorten it, and then the
         others are asked again."""
-        found = Found(len(chain), [], None)
+        found = FoundPrefix(len(chain), [], None)
         while True:
             depth = found.depth
             if self.windows is not None:
@@ -120,7 +113,7 @@ class BlockTables:
             if found.depth == depth:
                 return found
 
-    def _adopt(self, seq: Sequence, chain: list[Block], found: Found) -> None:
+    def _adopt(self, seq: Sequence, chain: list[Block], found: FoundPrefix) -> None:
         """Give a sequence the blocks that were found."""
         added = chain[len(seq.blocks) : found.depth]
         own = [(self.store, added)] if self.windows is None else [(self.store, added), (self.windows.store, found.window)]

@@ -125,6 +125,10 @@ class WindowBlocks:
         begin = max(len(seq.blocks), self.first(depth * self.block_size))
         return FoundWindow(depth, [found[i] for i in range(begin, depth)])
 
+    def has_room(self, blocks: Sequences[Block]) -> bool:
+        """Return whether a running sequence can hold blocks that the index has."""
+        return sum(block.device is None or not block.owners for block in blocks) <= self.store.available
+
     def adopt(self, seq: Sequence, depth: int, added: Sequences[Block]) -> None:
         """Give a sequence the blocks that `find` returned, which it owns already and uses if it runs; it has the tokens of its
         first `depth` blocks."""

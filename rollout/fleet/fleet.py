@@ -223,13 +223,7 @@ class Fleet:
             self._poll_at = now + self._timing.poll_s
             self.replicas.poll(now)
             self.verifier.expire(now)
-            since = self.replicas.none_since
-            if since is not None and now - since > self._grace_s:
-                self._groups.give_up(f"no replica has served for {self._grace_s} s (replica_grace_s)")
-            self._groups.give_up_scores(
-                now - self._grace_s,
-                f"no trusted replica (fleet.trust) has served for {self._grace_s} s (replica_grace_s), and others do not score",
-            )
+            self._groups.give_up(now, self.replicas.none_since, self._grace_s)
         elif arrived:
             self.replicas.update(now)
         while events := self.replicas.take_events():

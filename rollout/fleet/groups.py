@@ -64,8 +64,8 @@ class FleetGroups:
         self.open: dict[str, OpenGroup] = {}
         self.waiting: dict[str, OpenGroup] = {}
         """groups with unplaced children, which any replica may get"""
-        self.unjudged: dict[str, float] = {}
-        """ids of scores that only a trusted replica may compute, while none serves, and since when"""
+        self.unjudged: dict[str, OpenGroup] = {}
+        """scores, which only a trusted replica may compute, while none serves"""
         self.at: defaultdict[Replica, set[PlacedChildren]] = defaultdict(set)
         """what runs on each replica"""
         self.ended: list[Sample] = []
@@ -108,16 +108,16 @@ class FleetGroups:
         trusted = self._replicas.trusted() if self._verifier.on else []
         judges = one.group.score and self._verifier.on  # nothing verifies a score, and who is doubted does not verify others
         replicas = candidates(one, trusted if judges else self._verifier.not_suspended(self._replicas.serving(), now))
-        if judges and one.unplaced and not replicas:
+        if judges:
             self.waiting.pop(one.group.id, None)
-            self.unjudged.setdefault(one.group.id, now)
-            return
-        self.unjudged.pop(one.group.id, None)
         if not one.unplaced or not replicas:
             if one.unplaced:
-                self.waiting[one.group.id] = one
+                (self.unjudged if judges else self.waiting)[one.group.id] = one
+                one.unplaced_since = min(one.unplaced_since, now)
             return
         self.waiting.pop(one.group.id, None)
+        self.unjudged.pop(one.group.id, None)
+        one.unplaced_since = math.inf
         doubted = one.unplaced & one.doubted if trusted else set()
         for wanted, some in ((one.unplaced - doubted, replicas), (doubted, candidates(one, trusted))):
             for indices, replica in places(one, sorted(wanted), some, self._locations):
@@ -176,11 +176,10 @@ class FleetGroups:
         """Deliver a held child, or generate it again if it is a lie."""
         one, sample = judged.held.one, judged.held.sample
         if judged.again:
-            self._repeat_trusted(one, sample)
+            one.doubted.add(sample.index)
         elif judged.liar is None and not is_banned(judged.held.origins):
-            self._deliver(one, sample, judged.held.origins, judged.verified)
-        else:
-            self._repeat(one, sample)
+            return self._deliver(one, sample, judged.held.origins, judged.verified)
+        self._repeat(one, sample)
 
     def disown(self, owner: Owner) -> None:
         """Generate all children again that have tokens of a banned owner; those that its replicas run are moved."""
@@ -198,21 +197,17 @@ class FleetGroups:
 
     def place_waiting(self, now: float) -> None:
         """Send waiting groups, if a replica serves that may have them: some of them at each call."""
-        if self.unjudged and self._replicas.trusted():
-            for one in first_of({name: self.open[name] for name in self.unjudged}):
-                self.place(one, now)
-        for one in first_of(self.waiting):
+        for one in (*first_of(self.waiting), *first_of(self.unjudged if self._replicas.trusted() else {})):
             self.place(one, now)
 
-    def give_up(self, reason: str) -> None:
-        """End waiting groups as "error": some of them at each call."""
-        for one in first_of(self.waiting):
-            self._end(one, sorted(one.unplaced), "error", reason)
-
-    def give_up_scores(self, before: float, reason: str) -> None:
-        """End scores that wait for a trusted replica since before a time as "error"."""
-        for name in [name for name, since in self.unjudged.items() if since < before]:
-            self._end(self.open[name], sorted(self.open[name].unplaced), "error", reason)
+    def give_up(self, now: float, none_since: float | None, grace_s: float) -> None:
+        """End groups that have waited so long for a replica as "error": some of them at each call. none_since: since when no
+        replica serves; None: one does."""
+        late = [] if none_since is None or now - none_since <= grace_s else first_of(self.waiting)
+        unjudged = [one for one in first_of(self.unjudged) if now - one.unplaced_since > grace_s]
+        for groups, replica in ((late, "replica"), (unjudged, "trusted replica (fleet.trust)")):
+            for one in groups:
+                self._end(one, sorted(one.unplaced), "error", f"no {replica} has served for {grace_s} s (replica_grace_s)")
 
     def _changed(self, part: PlacedChildren, samples: Sequence[Sample] | None) -> None:
         if samples is not None:
@@ -250,7 +245,8 @@ class FleetGroups:
                 case "deliver":
                     self._deliver(one, done, origins)
                 case "again":
-                    self._repeat_trusted(one, done)
+                    one.doubted.add(done.index)
+                    self._repeat(one, done)
 
     def _deliver(self, one: OpenGroup, sample: Sample, origins: Origins, verified: bool = False) -> None:
         for owner in {owner for _, owner in origins if owner is not None and not (owner.trusted or verified)}:
@@ -258,15 +254,10 @@ class FleetGroups:
         self._out(one, sample)
 
     def _repeat(self, one: OpenGroup, sample: Sample) -> None:
-        """Generate a finished child again, of which nothing is believed."""
+        """Generate a finished child again, of which nothing is believed; on a trusted replica if it is in `doubted`."""
         one.finished -= sample.finish_reason in ("stop", "length")
         one.forget([sample.index])
         self.waiting[one.group.id] = one
-
-    def _repeat_trusted(self, one: OpenGroup, sample: Sample) -> None:
-        """Generate a finished child again on a trusted replica: nothing proves it right."""
-        one.doubted.add(sample.index)
-        self._repeat(one, sample)
 
     def _again(self, part: PlacedChildren, sample: Sample) -> None:
         """Continue a child elsewhere, from its tokens unless it ended as "error\"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class OpenGroup:
     arrived_at: float
     left: set[int] = field(default_factory=set)
     unplaced: set[int] = field(default_factory=set)
+    unplaced_since: float = math.inf
+    """since when no replica could have them; inf: one could"""
     parts: set[PlacedChildren] = field(default_factory=set)
     partials: dict[int, PartialSample] = field(default_factory=dict)
     origins: dict[int, Origins] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from rollout.engine.kv import prefix
 from rollout.engine.kv.block import Block, BlockCopies, BlockPool, OutOfBlocks, SlotCounts
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling import block_tables, conversation, output, rows, states
-from rollout.engine.scheduling.block_tables import BlockTables, Found
+from rollout.engine.scheduling.block_tables import BlockTables, FoundPrefix
 from rollout.engine.scheduling.conversation import ConversationIndex, FinishedTurn, PinnedKV, TurnId
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.queue import RunningTable
@@ -856,13 +856,13 @@ def patch_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """the windows are not asked again after the states"""
     deepest = BlockTables._deepest
 
-    def once(self: BlockTables, seq: Sequence, chain: list[Block], in_use: bool) -> Found:
+    def once(self: BlockTables, seq: Sequence, chain: list[Block], in_use: bool) -> FoundPrefix:
         found = deepest(self, seq, chain, in_use)
         if self.windows is None or self.states is None:
             return found
         first = self.windows.find(seq, chain, in_use)
         depth, state = self.states.find(chain[: first.depth])
-        return Found(depth, first.window, state)
+        return FoundPrefix(depth, first.window, state)
 
     monkeypatch.setattr(BlockTables, "_deepest", once)
 
@@ -871,7 +871,7 @@ def patch_window_without_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """a prefix is found whose state is not"""
     deepest = BlockTables._deepest
 
-    def without(self: BlockTables, seq: Sequence, chain: list[Block], in_use: bool) -> Found:
+    def without(self: BlockTables, seq: Sequence, chain: list[Block], in_use: bool) -> FoundPrefix:
         states, self.states = self.states, None
         try:
             found = deepest(self, seq, chain, in_use)

@@ -199,10 +199,10 @@ def test_a_router_places_so_many_children_at_once(monkeypatch: pytest.MonkeyPatc
     placed = counted(monkeypatch, FleetGroups, "place")
     router.place_waiting(0.0)
     assert sum(len(one.unplaced) for one in placed) <= fleet_groups.MAX_PLACED and len(placed) == 10
-    router.give_up("nobody serves")
+    router.give_up(100.0, 0.0, 60.0)
     assert len(router.waiting) == 30 and len(router.ended) == 2000
     for _ in range(3):
-        router.give_up("nobody serves")
+        router.give_up(100.0, 0.0, 60.0)
     assert not router.waiting and not router.open
 
 
@@ -211,7 +211,7 @@ def test_a_group_larger_than_that_is_placed_alone(monkeypatch: pytest.MonkeyPatc
     router = FleetGroups(EventQueue(), ReplicaSet(JoinListener(), None, EventQueue()), Verifier(EventQueue(), Verification()))
     for i in range(3):
         router.submit(Group(f"1.{i}", np.array([1], np.int32), Sampling(n=9, max_tokens=4, seed=1)), "", 0.0)
-    router.give_up("nobody serves")
+    router.give_up(100.0, 0.0, 60.0)
     assert len(router.waiting) == 2
 
 
