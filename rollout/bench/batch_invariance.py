@@ -1,4 +1,4 @@
-"""`rollout bench batch_invariance`: whether a group samples the same in batches of any size, and what that costs.
+"""`python -m tests.bench batch_invariance`: whether a group samples the same in batches of any size, and what that costs.
 
     batch of  1   [needle]
               4   [ .  .  needle  . ]          the other prompts have lengths, texts and seeds of their own

@@ -1,4 +1,4 @@
-"""`rollout bench conversations`: 1,000 conversations of 3 turns at once, through each client.
+"""`python -m tests.bench conversations`: 1,000 conversations of 3 turns at once, through each client.
 
     asyncio   a task per conversation, `AsyncRolloutClient`
     stream    one thread for all, `RolloutClient` with `SampleStream`

@@ -1,4 +1,4 @@
-"""`rollout bench delta`: bytes of a refresh after small AdamW steps, if only changed values are sent.
+"""`python -m tests.bench delta`: bytes of a refresh after small AdamW steps, if only changed values are sent.
 
 This process trains the model on ordinary text, with AdamW on fp32 masters. It sends the bf16 weights by via="delta" after STEPS
 steps, and again after one more.

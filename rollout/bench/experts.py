@@ -1,4 +1,4 @@
-"""`rollout bench experts`: our products of experts beside transformers' `grouped_mm` and the limits of the machine.
+"""`python -m tests.bench experts`: our products of experts beside transformers' `grouped_mm` and the limits of the machine.
 
 One layer's experts of each published shape, random weights, tokens that choose experts at random; in turn:
 

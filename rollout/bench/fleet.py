@@ -1,4 +1,4 @@
-"""`rollout bench fleet`: the cost of the router, and the time to recover from the loss of a replica.
+"""`python -m tests.bench fleet`: the cost of the router, and the time to recover from the loss of a replica.
 
 ratio_to_one           tokens/s of `fanout` on N replicas, over those of one service with as many threads; in turn
 router_core_fraction   fraction of a core that the router uses at 1,000 samples/s of a tiny model: CPU seconds per 1,000 samples

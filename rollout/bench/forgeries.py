@@ -1,4 +1,4 @@
-"""Samples that were not computed as they say, made of honest ones: for `rollout bench verify` and for tests."""
+"""Samples that were not computed as they say, made of honest ones: for `python -m tests.bench verify` and for tests."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def prefills(bench: Bench, prompts: dict[str, np.ndarray], options: dict[str, An
 
 
 def sharing(bench: Bench) -> Rows:
-    """Run `rollout bench sharing` with these shapes. Each step has the device's limit."""
+    """Run `python -m tests.bench sharing` with these shapes. Each step has the device's limit."""
     for shape in bench.sizes.shapes:
         rows = sharing_by_hand.measure(bench.model(), bench.settings(), shape, bench.sizes.turns)
         prefixes, contexts = shape.lengths(bench.block)

@@ -1,4 +1,4 @@
-"""`rollout bench int8`: weights in eight bits beside those in the model's dtype, in one process, on the same weights.
+"""`python -m tests.bench int8`: weights in eight bits beside those in the model's dtype, in one process, on the same weights.
 
 For each number of sequences, decode steps of both engines in turn:
 

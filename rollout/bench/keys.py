@@ -1,4 +1,5 @@
-"""`rollout bench keys`: the cost of encryption on a connection, and of the journal per turn of the service's loop. No model.
+"""`python -m tests.bench keys`: the cost of encryption on a connection, and of the journal per turn of the service's loop. No
+model.
 
     ServiceEnd ── samples of 2,048 tokens ──→ ClientEnd            ClientEnd ── chunks of 4 MiB ──→ ServiceEnd
 

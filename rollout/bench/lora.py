@@ -1,4 +1,4 @@
-"""`rollout bench lora`: an adapter sent by `refresh_lora`, compared with PEFT's own merge.
+"""`python -m tests.bench lora`: an adapter sent by `refresh_lora`, compared with PEFT's own merge.
 
 The service samples with base + adapter. PEFT merges the same adapter in this process. The merged model, with `use_exact`,
 scores the samples: log-probs and digests must be equal to the bit."""

@@ -1,4 +1,4 @@
-"""`rollout bench neighbour`: an engine beside another process that computes on the same cores, such as a trainer.
+"""`python -m tests.bench neighbour`: an engine beside another process that computes on the same cores, such as a trainer.
 
     windows of WINDOW_S in turn     the engine alone │ the neighbour alone │ both
     engine_fraction                 tokens per second beside the neighbour over those alone

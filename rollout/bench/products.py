@@ -1,4 +1,4 @@
-"""`rollout bench products`: speed of each product kernel of this CPU, compared with the peak rates of the machine.
+"""`python -m tests.bench products`: speed of each product kernel of this CPU, compared with the peak rates of the machine.
 
 For shapes of SmolLM2-135M and Qwen3-0.6B and several numbers of rows, in bf16 and fp32, with weights in memory:
 

@@ -1,4 +1,4 @@
-"""`rollout bench replay`: whether each step of recipes.grpo can be made again from its ledger and checkpoints.
+"""`python -m tests.bench replay`: whether each step of recipes.grpo can be made again from its ledger and checkpoints.
 
 The service writes a ledger, and the trainer the weights of each version. Each step has groups that live through a refresh. Then
 all samples of all steps are made again on a new service, and compared to the bit. `bytes_per_sample` counts the whole ledger:

@@ -1,5 +1,5 @@
 """Routes of experts: what the engine returns, what forwards of a trainer choose, and log-probs in both. Small models with
-random weights, one row of `rollout bench experts` for each family:
+random weights, one row of `python -m tests.bench experts` for each family:
 
     max_abs_exact         largest difference between the engine's log-probs and those of a trainer with `use_exact`
     routes_equal          share of positions at which the engine's routes are those that hooks see in that trainer's forward

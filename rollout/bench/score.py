@@ -1,4 +1,4 @@
-"""`rollout bench score`: scoring of given tokens, compared with prefill of the same tokens and with generation.
+"""`python -m tests.bench score`: scoring of given tokens, compared with prefill of the same tokens and with generation.
 
 In this process. The same sequences are prefilled as prompts, and scored as completions, in turn. Both read a common prompt
 once. Scoring also computes the logits of every token. By operation counts its rate is 1 - `vocabulary_share` of that of

@@ -1,4 +1,4 @@
-"""`rollout bench sharing`: one decode step of forked groups in three variants.
+"""`python -m tests.bench sharing`: one decode step of forked groups in three variants.
 
     shared      children share the prefix blocks, and attention reads them once per group
     per_child   the same blocks, read once per child (`share_prefix` off)

@@ -1,4 +1,4 @@
-"""`rollout bench turns --trace FILE`: replays the lengths of recorded rollouts, group by group and turn by turn.
+"""`python -m tests.bench turns --trace FILE`: replays the lengths of recorded rollouts, group by group and turn by turn.
 
     {"group": 0, "stream": 1, "prompt_len": 96, "out_lens": [24, 9], "obs_lens": [12, 0], "tool_times": [0.2]}
 

@@ -1,5 +1,5 @@
-"""`rollout bench train_step`: seconds of forward and backward of a training step, with `use_exact` and in plain torch, for
-every instruction set that this machine can emulate.
+"""`python -m tests.bench train_step`: seconds of forward and backward of a training step, with `use_exact` and in plain torch,
+for every instruction set that this machine can emulate.
 
 Each instruction set runs in a process of its own, whose environment restricts the libraries that torch uses (`EMULATED`). Three
 variants run in turn on the same weights and tokens:

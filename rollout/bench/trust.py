@@ -1,4 +1,4 @@
-"""`rollout bench trust`: what `--fleet.verify` costs. One replica of a fleet is trusted, the others are verified.
+"""`python -m tests.bench trust`: what `--fleet.verify` costs. One replica of a fleet is trusted, the others are verified.
 
 cpu_ratio      CPU seconds of router and replicas over those without verification, by share of verified children
 seconds_ratio  the same for the time until all samples have arrived, which other load of the machine disturbs

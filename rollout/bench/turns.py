@@ -1,4 +1,4 @@
-"""`rollout bench turns`: prefilled tokens of conversations with a tool, with new weights in the middle of each turn.
+"""`python -m tests.bench turns`: prefilled tokens of conversations with a tool, with new weights in the middle of each turn.
 
     turn 1   p p p p o o|o o           | a refresh: the service is paused halfway through a turn's tokens, refreshed and resumed
     turn 2   p p p p o o|o o t t o o|o o

@@ -1,4 +1,5 @@
-"""`rollout bench vanish`: what machines that vanish cost. Replicas of a fleet are killed again and again while it generates.
+"""`python -m tests.bench vanish`: what machines that vanish cost. Replicas of a fleet are killed again and again while it
+generates.
 
 kills_per_hour   of replicas, by SIGKILL, three at most, each as soon as all serve again and have worked for a while
 more_tokens      fraction of tokens, prefill included, that was computed beyond those of a run without kills

@@ -1,11 +1,11 @@
-"""`rollout bench verify`: whether verification finds forged samples, accepts honest ones, and what it costs.
+"""`python -m tests.bench verify`: whether verification finds forged samples, accepts honest ones, and what it costs.
 
 Small models with random weights run as services. Honest samples come from the kernels of each instruction set of one
 arithmetic, and are verified by those of the best one. Forgeries are of six kinds (`rollout.bench.forgeries`), and each differs
 from the honest sample in its place. The cost is measured in this process, with the model of the options: the same tokens are
 prefilled as prompts, and verified, in turn. Times are CPU seconds of this process, which other processes disturb least.
 Verification also computes the logits of every token; `ratio_to_prefill_8b` is of a vocabulary as large, relatively, as that of
-Llama-3.1-8B, as in `rollout bench score`."""
+Llama-3.1-8B, as in `python -m tests.bench score`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout bench batch_invariance` in small."""
+"""`python -m tests.bench batch_invariance` in small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout bench experts` in small."""
+"""`python -m tests.bench experts` in small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout bench int8` in small."""
+"""`python -m tests.bench int8` in small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout bench neighbour` in small."""
+"""`python -m tests.bench neighbour` in small."""
 
 from __future__ import annotations
 

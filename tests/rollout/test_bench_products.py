@@ -1,4 +1,4 @@
-"""`rollout bench products` in small."""
+"""`python -m tests.bench products` in small."""
 
 from __future__ import annotations
 
