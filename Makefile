@@ -204,7 +204,7 @@ bench: model
 
 bench-gpu: $(GPU_READY)
 	@failed=0; for model in $(or $(MODELS),qwen3-0.6b qwen3-8b); do \
-		$(GPU_PYTHON) -m rollout.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
+		$(GPU_PYTHON) -m tests.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
 	done; exit $$failed
 
 clean:

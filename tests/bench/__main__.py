@@ -22,7 +22,7 @@ class Args(MeasureArgs, kw_only=True):
     replicas: int = 2
     """replicas in `fleet`, `trust` and `vanish`"""
     trace: str = ""
-    """a file of recorded lengths for `turns` to replay; rollout/bench/trace.py describes its lines"""
+    """a file of recorded lengths for `turns` to replay; tests/bench/trace.py describes its lines"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from rollout.bench import (
+from rollout.bench.command import refuse, rules
+from rollout.bench.harness import Benchmark, BenchSetup
+from rollout.bench.report import Report, open_json, origin_of
+from tests.bench import (
     batch_invariance,
     conversations,
     delta,
@@ -24,9 +27,6 @@ from rollout.bench import (
     vanish,
     verify,
 )
-from rollout.bench.command import refuse, rules
-from rollout.bench.harness import Benchmark, BenchSetup
-from rollout.bench.report import Report, open_json, origin_of
 from tests.bench.options import DeveloperOptions
 
 BENCHMARKS = {

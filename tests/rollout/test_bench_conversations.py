@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import conversations
 from rollout.bench.harness import BenchFailed
 from rollout.config import InputError
+from tests.bench import conversations
 from tests.support.bench import bench_rows, run_named
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import fleet
 from rollout.bench.harness import BenchSetup
 from rollout.bench.inputs import save_tiny
 from rollout.config import InputError
+from tests.bench import fleet
 from tests.bench.options import DeveloperOptions
 from tests.support.bench import run_named
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import neighbour
 from rollout.bench.harness import BenchFailed
+from tests.bench import neighbour
 from tests.support.bench import bench_rows
 
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.bench import BenchOptions, by_hand, run, sharing
+from rollout.bench import BenchOptions, run
 from rollout.bench.harness import BenchFailed
-from rollout.bench.sharing import PrefixShape, measure, tables
 from rollout.config import InputError
 from rollout.engine.config import EngineConfig, KVName
 from rollout.engine.forward.model import Model, open_model
 from rollout.engine.kv.pages import keys_and_values
 from rollout.engine.memory import HostMemory
+from tests.bench import by_hand, sharing
+from tests.bench.sharing import PrefixShape, measure, tables
 from tests.support.bench import bench_rows, run_named
 
 SMALL = PrefixShape(groups=2, children=3, prefix=96, suffix=40)

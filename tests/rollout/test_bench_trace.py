@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rollout.bench.report import ROOT
-from rollout.bench.trace import read_trace
 from rollout.config import InputError
+from tests.bench.trace import read_trace
 from tests.support.bench import bench_rows, run_named
 
-SHIPPED = ROOT / "rollout/bench/trace.jsonl"
+SHIPPED = ROOT / "tests/bench/trace.jsonl"
 
 
 def written(folder: Path, *lines: dict[str, Any] | str) -> Path:

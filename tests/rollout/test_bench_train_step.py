@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import train_step
 from rollout.bench.harness import BenchFailed, BenchSetup
 from rollout.engine.cpu.isa import best, here
+from tests.bench import train_step
 from tests.bench.options import DeveloperOptions
 from tests.support.bench import bench_rows
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import turns
 from rollout.config import InputError
+from tests.bench import turns
 from tests.support.bench import bench_rows, run_named
 
 

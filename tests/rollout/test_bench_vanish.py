@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.bench import trust, vanish
 from rollout.bench.harness import BenchFailed, BenchSetup
 from rollout.bench.inputs import save_tiny
 from rollout.engine.values import Sample
+from tests.bench import trust, vanish
 from tests.bench.options import DeveloperOptions
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import forgeries, verify
 from rollout.bench.harness import BenchSetup
+from tests.bench import forgeries, verify
 from tests.bench.options import DeveloperOptions
 from tests.support.bench import bench_rows
 

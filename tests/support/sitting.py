@@ -29,7 +29,7 @@ READY = (
 )
 """first line of every command"""
 PYTEST = "python3 -m pytest -q -W default -p no:cacheprovider"
-BENCH = "python3 -m rollout.bench.gpu"
+BENCH = "python3 -m tests.bench.gpu"
 ORACLE = "tests/gpu/test_attention_oracle.py"
 TOGETHER = tuple(
     f"tests/gpu/test_{name}.py"

@@ -1,4 +1,4 @@
-"""The neighbour of `python -m tests.bench neighbour`: `python -m rollout.bench.neighbour_steps THREADS` trains a small network
+"""The neighbour of `python -m tests.bench neighbour`: `python -m tests.bench.neighbour_steps THREADS` trains a small network
 for as many seconds as each line of standard input says, and prints its steps per second. THREADS: 0 = torch's number."""
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ One layer's experts of each published shape, random weights, tokens that choose 
     max_abs_alone         largest difference between a token's result alone and in the crowd
 
 With one thread, CPU time counts. Then routes and log-probs of small models of seven families, which take no `--scale` above 1:
-`rollout.bench.routes`.
+`tests.bench.routes`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM
 
 from rollout.bench.harness import BenchSetup, Row
 from rollout.bench.peaks import fastest, timed
-from rollout.bench.products import WEIGHT_BYTES, ProductRates
-from rollout.bench.routes import measure_routes
 from rollout.config import InputError
 from rollout.engine.cpu.exact_modules import use_products
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.forward.shapes import configuration
 from rollout.engine.memory import host_buffer
+from tests.bench.products import WEIGHT_BYTES, ProductRates
+from tests.bench.routes import measure_routes
 
 MODELS = ("olmoe", "qwen3-30b-a3b", "gpt-oss-20b")
 DECODE, PREFILL = (1, 8, 64), (512,)

@@ -1,7 +1,7 @@
 """`python -m tests.bench verify`: whether verification finds forged samples, accepts honest ones, and what it costs.
 
 Small models with random weights run as services. Honest samples come from the kernels of each instruction set of one
-arithmetic, and are verified by those of the best one. Forgeries are of six kinds (`rollout.bench.forgeries`), and each differs
+arithmetic, and are verified by those of the best one. Forgeries are of six kinds (`tests.bench.forgeries`), and each differs
 from the honest sample in its place. The cost is measured in this process, with the model of the options: the same tokens are
 prefilled as prompts, and verified, in turn. Times are CPU seconds of this process, which other processes disturb least.
 Verification also computes the logits of every token; `ratio_to_prefill_8b` is of a vocabulary as large, relatively, as that of
@@ -20,7 +20,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.bench import forgeries, score
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import RandomText, of_vocabulary, save_tiny
 from rollout.bench.target import connected
@@ -31,6 +30,7 @@ from rollout.engine.cpu.isa import ISAS, lacking
 from rollout.engine.engine import Engine
 from rollout.engine.values import Group, Sample, Sampling
 from rollout.models import hide_progress_bars
+from tests.bench import forgeries, score
 
 HONEST, FORGED = 10_000, 2_000
 N, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 24, 24, 512

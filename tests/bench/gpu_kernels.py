@@ -1,4 +1,4 @@
-"""Parts of `rollout.bench.gpu` that measure single kernels: attention with other launches and blocks, and beside FlashInfer;
+"""Parts of `tests.bench.gpu` that measure single kernels: attention with other launches and blocks, and beside FlashInfer;
 torch's products, and whether they depend on the number of rows; the time of each kernel of a decode step."""
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release
-from rollout.bench.gpu_bench import Bench, Rows, kept
 from rollout.engine.cuda.attention import TritonAttention
 from rollout.engine.cuda.exact import Tile, exact_linear, product
 from rollout.engine.cuda.graphs import cuda_capture
@@ -27,6 +25,8 @@ from rollout.engine.cuda.library_products import library_products
 from rollout.engine.cuda.proofs import Unproven
 from rollout.engine.forward.attention import Scores, StepCapacity
 from rollout.engine.kv.pages import KVGeometry
+from tests.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release
+from tests.bench.gpu_bench import Bench, Rows, kept
 
 CALLS = 10
 """attentions that are launched in one graph"""

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from rollout.bench.fleet import WAIT_S, fleet_of, wait_for
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import RandomText
 from rollout.bench.target import connected
 from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.engine.values import Sample, Sampling
+from tests.bench.fleet import WAIT_S, fleet_of, wait_for
 
 PROMPTS, N, PROMPT_TOKENS, NEW_TOKENS = 24, 8, 128, 128
 KILLS = 3

@@ -4,7 +4,7 @@
     per_child   the same blocks, read once per child (`share_prefix` off)
     copies      every child has its own copy of the prefix, as in an engine without forks
 
-The steps are built by hand (`rollout.bench.by_hand`) and run in turn; figures are medians. The logits must be equal to the bit.
+The steps are built by hand (`tests.bench.by_hand`) and run in turn; figures are medians. The logits must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import msgspec
 import numpy as np
 import torch
 
-from rollout.bench.by_hand import (
+from rollout.bench.harness import BenchFailed, BenchSetup, Row
+from rollout.bench.inputs import lognormal, long_enough
+from rollout.engine.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.model import ModelLike, windows_of
+from rollout.models import hide_progress_bars
+from tests.bench.by_hand import (
     attention_alone,
     batch_of,
     fill,
@@ -30,13 +37,6 @@ from rollout.bench.by_hand import (
     release,
     replayed,
 )
-from rollout.bench.harness import BenchFailed, BenchSetup, Row
-from rollout.bench.inputs import lognormal, long_enough
-from rollout.engine.config import EngineConfig
-from rollout.engine.engine import Engine
-from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ModelLike, windows_of
-from rollout.models import hide_progress_bars
 
 NAME = "sharing"
 LEAST_TURNS = 5

@@ -1,4 +1,4 @@
-"""Parts of `rollout.bench.gpu` that measure single steps: decode, prefill, exact layers, shared prefixes, offloaded layers."""
+"""Parts of `tests.bench.gpu` that measure single steps: decode, prefill, exact layers, shared prefixes, offloaded layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import msgspec
 import numpy as np
 import torch
 
-from rollout.bench import sharing as sharing_by_hand
-from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
-from rollout.bench.gpu_bench import FUSED, SETTLE, Bench, ForwardCost, Rows, beside_limit, kept
 from rollout.bench.inputs import lognormal
 from rollout.engine.config import AdvancedConfig, WeightOffload
 from rollout.engine.cuda.exact import make_plain
@@ -24,6 +21,9 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model
 from rollout.engine.values import Group, Sampling
 from rollout.engine.weights.offload import OffloadedModel
+from tests.bench import sharing as sharing_by_hand
+from tests.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
+from tests.bench.gpu_bench import FUSED, SETTLE, Bench, ForwardCost, Rows, beside_limit, kept
 
 OFFLOADS = (
     WeightOffload(group_size=4, num_in_group=1, prefetch_step=1),

@@ -5,7 +5,7 @@
     neighbour_fraction              steps of the neighbour per second beside the engine over those alone
     sum_of_fractions                of both: 1 if nothing is lost, less if one waits awake on a core that the other one needs
 
-The neighbour (`rollout.bench.neighbour_steps`) trains a small network in torch with as many threads as the engine has. Every
+The neighbour (`tests.bench.neighbour_steps`) trains a small network in torch with as many threads as the engine has. Every
 window of the engine decodes ROWS samples of one group with fresh lengths, so all windows do the same work."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Neighbour:
 @contextmanager
 def neighbour(threads: int) -> Iterator[Neighbour]:
     """Start a neighbour, and end it."""
-    command = run_module("rollout.bench.neighbour_steps", threads)
+    command = run_module("tests.bench.neighbour_steps", threads)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Neighbour(process)

@@ -1,4 +1,4 @@
-"""Parts of `rollout.bench.gpu` that run a whole engine: workloads, KV offload, refreshes, sleep."""
+"""Parts of `tests.bench.gpu` that run a whole engine: workloads, KV offload, refreshes, sleep."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import torch
 import transformers
 
 from rollout.bench.against import parse, peer
-from rollout.bench.by_hand import free_on, median_ms, release, synchronize
-from rollout.bench.gpu_bench import FUSED, SETTLE, Bench, Rows, kept
 from rollout.bench.harness import BenchFailed, Row
 from rollout.bench.inputs import RandomText, lognormal
 from rollout.bench.runner import one_run, peer_run, peer_setup
@@ -34,6 +32,8 @@ from rollout.engine.processes import run_module
 from rollout.engine.values import Group, Refreshed, Sampling
 from rollout.service.loop import open_service
 from rollout.transport.weights import Via
+from tests.bench.by_hand import free_on, median_ms, release, synchronize
+from tests.bench.gpu_bench import FUSED, SETTLE, Bench, Rows, kept
 
 PEER_START_S, PEER_RUN_S = 120.0, 150.0
 TRAINER_S = 240.0
@@ -223,7 +223,7 @@ def ipc(bench: Bench) -> Rows:
     def run_trainer() -> None:
         try:
             done = subprocess.run(
-                run_module("rollout.bench.gpu_runs", *options), capture_output=True, text=True, timeout=TRAINER_S
+                run_module("tests.bench.gpu_runs", *options), capture_output=True, text=True, timeout=TRAINER_S
             )
             outputs.append(done.stdout if done.returncode == 0 else f"error: {done.stderr[-2000:]}")
         except (OSError, subprocess.SubprocessError) as error:

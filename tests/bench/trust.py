@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from rollout.bench.fleet import WAIT_S, wait_for
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import RandomText
 from rollout.bench.target import connected
-from rollout.bench.vanish import all_serve, bits
 from rollout.config import Config, FleetConfig
 from rollout.engine.values import Sample, Sampling
+from tests.bench.fleet import WAIT_S, wait_for
+from tests.bench.vanish import all_serve, bits
 
 SHARES = (0.0, 0.05, 1.0)
 PROMPTS, N, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 128, 128

@@ -1,7 +1,7 @@
 """Benchmark of the CUDA path, with models of known shapes and random weights: speed, and the limits that the device sets.
 
-    python -m rollout.bench.gpu --model qwen3-8b --json results.jsonl        # make bench-gpu runs both models
-    python -m rollout.bench.gpu --model qwen3-0.6b --parts decode,sharing
+    python -m tests.bench.gpu --model qwen3-8b --json results.jsonl        # make bench-gpu runs both models
+    python -m tests.bench.gpu --model qwen3-0.6b --parts decode,sharing
 
 Each part writes its JSON lines as soon as it has them. An error in one part is a line with `error`, and the next part runs. A
 part that would start after `--minutes` is skipped, which is an `error` too.
@@ -21,14 +21,14 @@ import torch
 import tyro
 
 from rollout.bench.against import parse
-from rollout.bench.by_hand import release
-from rollout.bench.gpu_bench import Args, Bench, Rows, kept
-from rollout.bench.gpu_kernels import attention, products, profile
-from rollout.bench.gpu_runs import ipc, machine, naps, offload, refresh, workloads
-from rollout.bench.gpu_steps import decode, exact, prefill, sharing, weights
 from rollout.bench.report import figures
 from rollout.config import InputError
 from rollout.engine.forward.shapes import SHAPES
+from tests.bench.by_hand import release
+from tests.bench.gpu_bench import Args, Bench, Rows, kept
+from tests.bench.gpu_kernels import attention, products, profile
+from tests.bench.gpu_runs import ipc, machine, naps, offload, refresh, workloads
+from tests.bench.gpu_steps import decode, exact, prefill, sharing, weights
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
     part.__name__: part
@@ -100,7 +100,7 @@ def run(args: Args, out: TextIO) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = tyro.cli(Args, args=argv, prog="python -m rollout.bench.gpu")
+    args = tyro.cli(Args, args=argv, prog="python -m tests.bench.gpu")
     logging.basicConfig(level=logging.WARNING)
     try:
         if args.json in (None, "-"):
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         with Path(args.json).open("w", encoding="utf-8") as out:
             return run(args, out)
     except InputError as error:
-        print(f"rollout.bench.gpu: {error}", file=sys.stderr)
+        print(f"tests.bench.gpu: {error}", file=sys.stderr)
         return 2
 
 

@@ -80,7 +80,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 def run_apart(step: TrainingStep, limits: dict[str, str]) -> Iterator[Row]:
     """Yield the rows of a process with these variables. Raises BenchFailed."""
     environment = {key: value for key, value in os.environ.items() if key not in LIMITS} | limits
-    command = [*interpreter(), "-c", "from rollout.bench.train_step import main; main()"]
+    command = [*interpreter(), "-c", "from tests.bench.train_step import main; main()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdin is not None and child.stdout is not None
         try:

@@ -110,7 +110,7 @@ def read_trace(path: str) -> list[Stream]:
             raise InputError(f"--trace {path}, line {number}: {problem}")
         streams.append(stream)
     if not streams:
-        raise InputError(f"--trace {path}: no streams; see rollout/bench/trace.jsonl for an example")
+        raise InputError(f"--trace {path}: no streams; see tests/bench/trace.jsonl for an example")
     return streams
 
 

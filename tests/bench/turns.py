@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.bench import trace
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import PromptSource, stored_weights
 from rollout.bench.target import connected
@@ -25,6 +24,7 @@ from rollout.client.handle import Handle
 from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.engine.values import Sampling
+from tests.bench import trace
 
 CONVERSATIONS, TURNS = 8, 10
 PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS = 256, 48, 64

@@ -1,4 +1,4 @@
-"""Shared by the parts of `rollout.bench.gpu`: model shapes, sizes, the device's rates, and the limits that follow from them."""
+"""Shared by the parts of `tests.bench.gpu`: model shapes, sizes, the device's rates, and the limits that follow from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 import numpy as np
 import torch
 
-from rollout.bench.by_hand import median_ms, release
 from rollout.bench.inputs import RandomText, lognormal
-from rollout.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
 from rollout.bench.workloads import Workload, find
 from rollout.engine.config import AdvancedConfig, EngineConfig, KVName
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
 from rollout.engine.forward.random_weights import draw
 from rollout.engine.forward.shapes import configuration, write_configuration
+from tests.bench.by_hand import median_ms, release
+from tests.bench.sharing import FANOUT, LONG_PREFIX, MANY_LONG, PrefixShape
 
 Rows = Iterator[dict[str, Any]]
 FUSED = AdvancedConfig(fused_layers=True)
