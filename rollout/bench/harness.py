@@ -37,7 +37,7 @@ class BoundBroken(BenchFailed):
 class BenchOptions(msgspec.Struct, frozen=True):
     """Options of `rollout bench`. `rollout.commands.arguments.BenchArgs` describes them."""
 
-    program: ClassVar[tuple[str, ...]] = ("rollout", "bench")
+    program: ClassVar[str] = "rollout bench"
     """what takes these options"""
     names: tuple[str, ...]
     model: str = "smollm2"
@@ -57,8 +57,6 @@ class BenchOptions(msgspec.Struct, frozen=True):
     against: str = ""
     floor: bool = False
     tp: int = 1
-    replicas: int = 2
-    trace: str = ""
 
     def words(self) -> list[str]:
         """Return the arguments that give these options."""
@@ -73,7 +71,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        return shlex.join([*self.program, *self.words()])
+        return f"{self.program} {shlex.join(self.words())}"
 
 
 class BenchSetup:

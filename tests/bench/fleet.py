@@ -32,6 +32,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config, FleetConfig
 from rollout.engine.config import EngineConfig
 from rollout.engine.values import Sampling
+from tests.bench.options import options_of
 
 WAIT_S = 600.0
 SHORT_SIZES = (8, 16, 32)
@@ -47,7 +48,7 @@ TINY_VOCAB = 259
 
 def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield the summary. Raises BenchFailed if a sample is lost."""
-    engine, replicas = setup.config(), setup.options.replicas
+    engine, replicas = setup.config(), options_of(setup).replicas
     workload = find("fanout").scaled(setup.scale, engine.block_tokens)
     cores = len(os.sched_getaffinity(0))
     threads = engine.threads or max(1, cores // replicas)

@@ -31,6 +31,7 @@ from rollout.client.aio import AsyncRolloutClient
 from rollout.client.api import RolloutClient
 from rollout.config import Config, InputError
 from rollout.engine.values import Sample, Sampling
+from tests.bench.options import options_of
 
 KV_TTL_S = 600.0
 WAIT_S = 3600.0
@@ -116,7 +117,7 @@ def read_trace(path: str) -> list[Stream]:
 
 def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per run, then the summary with the medians. Raises InputError, and BenchFailed if tokens are missing."""
-    streams = [stream.scaled(setup) for stream in read_trace(setup.options.trace)]
+    streams = [stream.scaled(setup) for stream in read_trace(options_of(setup).trace)]
     with long_enough(setup.folder, max(stream.tokens for stream in streams)) as (served, weights):
         block = setup.config().block_tokens
         room = sum(stream.tokens + 2 * block for stream in streams)
@@ -134,7 +135,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         "streams": len(streams),
         "requests": sum(len(stream.out_lens) for stream in streams),
         "runs": len(rows),
-        "trace": setup.options.trace,
+        "trace": options_of(setup).trace,
         "model": str(setup.folder),
         "weights": weights,
         **{name: getattr(engine, name) for name in ("dtype", "threads")},

@@ -22,6 +22,7 @@ from rollout.bench.target import connected
 from rollout.config import Config, FleetConfig
 from rollout.engine.values import Sample, Sampling
 from tests.bench.fleet import WAIT_S, wait_for
+from tests.bench.options import options_of
 from tests.bench.vanish import all_serve, bits
 
 SHARES = (0.0, 0.05, 1.0)
@@ -47,7 +48,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
     last = {share: each[-1] for share, each in rows.items()}
     yield {
         "summary": True,
-        "replicas": setup.options.replicas,
+        "replicas": options_of(setup).replicas,
         "samples": len(known),
         "cpu_ratio": {str(share): least[share]["cpu_seconds"] / least[0.0]["cpu_seconds"] for share in SHARES[1:]},
         "seconds_ratio": {str(share): least[share]["seconds"] / least[0.0]["seconds"] for share in SHARES[1:]},
@@ -61,7 +62,8 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 def run(setup: BenchSetup, share: float) -> tuple[Row, dict[tuple[int | None, int], Sample]]:
     """Run all groups on a new fleet. Raises BenchFailed for a lie."""
     engine = msgspec.structs.replace(setup.config(), threads=setup.threads or 1)
-    fleet = FleetConfig(replicas=setup.options.replicas, verify=share, trust=(TRUSTED,) if share else (), verify_wait_s=WAIT_S)
+    trusted = (TRUSTED,) if share else ()
+    fleet = FleetConfig(replicas=options_of(setup).replicas, verify=share, trust=trusted, verify_wait_s=WAIT_S)
     sampling = Sampling(n=N, max_tokens=setup.scaled(NEW_TOKENS, 16), ignore_eos=True)
     with connected(Config(engine=engine, fleet=fleet)) as (router, client):
         status = wait_for(client, all_serve)

@@ -25,6 +25,7 @@ from rollout.config import Config
 from rollout.engine.config import EngineConfig
 from rollout.engine.values import Sampling
 from tests.bench import trace
+from tests.bench.options import options_of
 
 CONVERSATIONS, TURNS = 8, 10
 PROMPT_TOKENS, TOOL_TOKENS, NEW_TOKENS = 256, 48, 64
@@ -51,7 +52,7 @@ class TurnSizes(NamedTuple):
 def measure(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per turn, with the hint and without it, then the summary; with --trace those of a replay (`trace.measure`).
     Raises BenchFailed if a turn missed its refresh."""
-    if setup.options.trace:
+    if options_of(setup).trace:
         yield from trace.measure(setup)
         return
     weights = stored_weights(setup.folder)

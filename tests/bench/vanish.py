@@ -28,6 +28,7 @@ from rollout.client.api import RolloutClient
 from rollout.client.handle import Handle
 from rollout.engine.values import Sample, Sampling
 from tests.bench.fleet import WAIT_S, fleet_of, wait_for
+from tests.bench.options import options_of
 
 PROMPTS, N, PROMPT_TOKENS, NEW_TOKENS = 24, 8, 128, 128
 KILLS = 3
@@ -65,7 +66,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
         yield {"workload": "vanish", "run": name, **row}
     yield {
         "summary": True,
-        "replicas": setup.options.replicas,
+        "replicas": options_of(setup).replicas,
         "samples": len(calm.samples),
         "tokens_per_sample": new_tokens,
         **{name: sum(row[name] for row in rows.values()) for name in ("kills", "lost", "different")},
@@ -101,7 +102,7 @@ def bits(sample: Sample) -> tuple[bytes, bytes]:
 
 def run(setup: BenchSetup, sampling: Sampling, kill: bool) -> Run:
     """Run all groups on a new fleet."""
-    options = setup.options
+    options = options_of(setup)
     engine = msgspec.structs.replace(setup.config(), threads=options.threads or 1)
     with connected(fleet_of(engine, options.replicas)) as (_, client):
         wait_for(client, all_serve)
