@@ -160,16 +160,13 @@ def whole_steps(bench: Bench, engine: Engine) -> Rows:
 
 
 def prefill(bench: Bench) -> Rows:
-    """Measure forwards of whole prompts, of equal and lognormal lengths, with CUDA graphs and without, and with attention of
-    long prompts by cuDNN, if it takes them: `attention` says so."""
+    """Measure forwards of whole prompts, of equal and lognormal lengths, with CUDA graphs and without."""
     prompts = {f"{rows} x {tokens}": np.full(rows, tokens, np.int32) for rows, tokens in bench.sizes.prompts}
     prompts[f"{bench.sizes.mixed_prompts} x {bench.mixture}"] = bench.mixed(bench.sizes.mixed_prompts)
     most = max(int(lengths.sum()) for lengths in prompts.values())
     room = {"kv_tokens": bench.tokens_in_blocks(prompts.values()), "max_batch_tokens": most}
     times: dict[tuple[str, str], float] = {}
     variants: dict[str, dict[str, Any]] = {"paged": {}, "without_graphs": {"cuda_graphs": False}}
-    if bench.device.type == "cuda":
-        variants["cudnn"] = {"advanced": AdvancedConfig(fused_layers=True, prompt_attention="cudnn")}
     for variant, options in variants.items():
         for row in kept(prefills(bench, prompts, {**room, **options, "warm_up": False})):
             if "ms" in row:
