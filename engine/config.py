@@ -83,9 +83,9 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """blocks of KV to free for each sequence that keeps running, when sequences are preempted (docs/decisions/pressure.md)"""
     min_run_tokens: int = 64
     """tokens that a restored sequence generates before it may be preempted again, unless nothing else can free KV blocks"""
-    mirror_ahead: bool | None = None
+    mirror_ahead: bool = False
     """on CUDA, copy full KV blocks to host memory while the device computes, before the pool runs out, so that preempting a
-    sequence copies only its partial blocks. Default: on. ValueError on the CPU, where it costs more than it saves"""
+    sequence copies only its partial blocks. Not measured there yet. ValueError on the CPU, where it costs more than it saves"""
     mirror_blocks_per_step: int = 16
     """most KV blocks that mirror_ahead copies per step"""
     copy_ahead: bool | None = None

@@ -114,8 +114,10 @@ def run_workload(
 def offload(bench: Bench) -> Rows:
     """Measure a KV pool of half the need, with offload. no_copies: without the copies, on arbitrary KV; if `steps` and
     `offloads` are equal, so is the schedule, and the difference is the cost of the copies. Then a large pool, no copies in
-    advance, and no offload. The first two also with lognormal lengths."""
-    yield from offloaded(bench, bench.sizes.pressure, ("offload", "no_copies", "roomy", "not_ahead", "no_offload"))
+    advance, no offload, and on CUDA `mirror_ahead`. The first two also with lognormal lengths."""
+    mirrored = ["mirrored"] if bench.device.type == "cuda" else []
+    variants = ("offload", "no_copies", "roomy", "not_ahead", "no_offload", *mirrored)
+    yield from offloaded(bench, bench.sizes.pressure, variants)
     yield from offloaded(bench, bench.sizes.pressure.mixture(), ("offload", "no_copies"))
 
 
@@ -139,7 +141,8 @@ def offloaded(bench: Bench, workload: Workload, variants: tuple[str, ...]) -> Ro
         "offload": tight,
         "no_copies": {**tight, "change": without_copies},
         "roomy": {**alone, "kv_tokens": workload.roomy().kv_tokens(bench.block)},
-        "not_ahead": {**tight, "advanced": msgspec.structs.replace(FUSED, mirror_ahead=False, copy_ahead=False)},
+        "not_ahead": {**tight, "advanced": msgspec.structs.replace(FUSED, copy_ahead=False)},
+        "mirrored": {**tight, "advanced": msgspec.structs.replace(FUSED, mirror_ahead=True)},
         "no_offload": alone,
     }
     for name in variants:
