@@ -37,8 +37,10 @@ from rollout.transport.errors import (
     SourceUnreachable,
     WeightsRefused,
 )
-from rollout.transport.weights import Sender, Via, transports
+from rollout.transport.weights import Via
+from rollout.transport.weights.ends import Sender
 from rollout.transport.weights.manifest import pack_manifest, pack_targets
+from rollout.transport.weights.sending import transports
 from rollout.transport.weights.tensors import Tensors
 
 if TYPE_CHECKING:
