@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from rollout.client.base import MEMO_GIB
-from rollout.client.connection import LinkTiming
+from rollout.client.base import MEMO_GIB, BaseClient
+from rollout.client.connection import LinkTiming, answer
 from rollout.client.handle import Handle
-from rollout.client.lora import AdapterSource
-from rollout.client.proofs import ProvingClient
-from rollout.client.receipts import Receipt
-from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, answer
-from rollout.client.replaying import Change, Reproduced
-from rollout.client.streams import Generation
+from rollout.client.streams import Generation, finished
 from rollout.client.submission import (
     Samples,
     TokenIds,
@@ -34,27 +29,19 @@ from rollout.client.submission import (
     turn_group,
 )
 from rollout.client.text import Prompt
-from rollout.client.verification import Verified
 from rollout.engine.values import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
 
-__all__ = [
-    "Change",
-    "Handle",
-    "PartialSample",
-    "Receipt",
-    "RefreshHandle",
-    "Refreshed",
-    "Reproduced",
-    "RolloutClient",
-    "Sample",
-    "Sampling",
-    "Verified",
-]
+if TYPE_CHECKING:
+    from rollout.client.lora import AdapterSource
+    from rollout.client.receipts import Receipt
+    from rollout.client.refresh import NamedTensors, RefreshHandle
+    from rollout.client.replaying import Change, Reproduced
+    from rollout.client.verification import Verified
 
 
-class RolloutClient(ProvingClient):
+class RolloutClient(BaseClient):
     """Connects to a rollout service. Thread-safe. One background thread sends, receives and exchanges heartbeats, so the
     trainer may compute for as long as it needs.
 
@@ -303,6 +290,84 @@ class RolloutClient(ProvingClient):
         ids, texts = self._text.ids(prompt), self._text.completion_ids(completions)
         return self._session.submit(scored_group(self._session.group_id(group_id), ids, texts, sampling))
 
+    # proofs
+
+    def verify(
+        self,
+        samples: Samples,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        receipts: Sequence[Receipt] | None = None,
+        timeout: float | None = None,
+    ) -> list[Verified]:
+        """Compute samples of one group again, as one prefill, and draw each token again with its own counter. Returns one
+        result for each sample, in their order. The prompt is prefilled once.
+
+        Args:
+            samples: of this service or another one. Those of other weights or of another arithmetic than this service has now
+                cannot be verified here (`Verified.ok` is None).
+            prompt, sampling: those of their group. With a seed in `sampling`, a child has one right sample; without one, the
+                samples' own seeds are used, and a choice among many of them is not noticed.
+            receipts: one for each sample; None: they were generated with this service's arithmetic and weights.
+            timeout: maximum seconds.
+
+        Raises InvalidRequest for arguments that no group can have, GroupFailed if the service aborted the verification,
+        ServiceLost, RequestTimeout."""
+        given = None if receipts is None else [receipts]
+        mine = [samples] if isinstance(samples, Sample) else samples
+        (verdicts,) = self.verify_groups([mine], [prompt], sampling, receipts=given, timeout=timeout)
+        return verdicts
+
+    def verify_groups(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        receipts: Sequence[Sequence[Receipt]] | None = None,
+        timeout: float | None = None,
+    ) -> list[list[Verified]]:
+        """Verify several groups at once. prompts: one for each group; sampling: for all groups, or one each; timeout: maximum
+        seconds for one group. Otherwise as `verify`."""
+        checks = self._parts.checks(groups, self._text.all_ids(prompts), sampling, receipts)
+        drawn = finished(self._session.compute, [group for check in checks for group in check.groups], timeout)
+        return [check.judge(drawn) for check in checks]
+
+    def replay(
+        self,
+        receipts: Sequence[Receipt],
+        prompts: Sequence[Prompt],
+        *,
+        weights: Mapping[int, NamedTensors] | None = None,
+        ends: Sequence[tuple[int, str]] | None = None,
+        change: Change | None = None,
+        timeout: float | None = None,
+    ) -> list[Reproduced]:
+        """Make samples again from their receipts, and compare them with the digests there. Returns one result for each receipt,
+        in their order. For samples that were generated during refreshes with kv="keep", the refreshes are repeated.
+
+        Args:
+            receipts: of any service of the same arithmetic; those of another one cannot be made here (`Reproduced.equal` is
+                None).
+            prompts: of their groups, in any order; each once.
+            weights: by version, as for `refresh`; not needed for weights that are live. With them, the service is refreshed,
+                and keeps the last ones.
+            ends: number of tokens and finish reason of each sample. Without them, a sample that something outside has ended
+                ("cut", "aborted", …) is made to its own end, and found in it.
+            change: what is other than in the receipts, from a token on.
+            timeout: maximum seconds for one group.
+
+        Raises InvalidRequest for arguments that no group can have, WeightsRefused, ServiceLost, RequestTimeout."""
+        given = {} if weights is None else weights
+        replay = self._parts.replaying(receipts, self._text.all_ids(prompts), given, ends, change)
+
+        def refresh(version: int) -> Refreshed:
+            return self.refresh(given[version], kv="keep")
+
+        replay.run(refresh, lambda groups: finished(self._session.compute, groups, timeout))
+        return replay.results
+
     # the service, for all clients
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
@@ -406,7 +471,7 @@ class RolloutClient(ProvingClient):
     ) -> RefreshHandle:
         """Start a `refresh`; returns when the tensors have been read. With shm they may change from then on; otherwise not
         before the handle is done: the digests would differ, and the refresh would be refused."""
-        return self._sender.start(named_tensors, RefreshRequest(version, kv, partial), via, timeout)
+        return self._parts.start_refresh(named_tensors, version, kv, partial, via, timeout)
 
     def refresh_lora(
         self,
@@ -436,5 +501,4 @@ class RolloutClient(ProvingClient):
         Raises WrongBase (a WeightsRefused) if the service's base differs; WeightsRefused for an adapter that cannot be merged
         (DoRA and other variants, embeddings, trained biases, tied weights, quantised layers), naming the fix; otherwise as
         `refresh`."""
-        pairs, read = self._adapters.read(adapter, scale, base)
-        return self._sender.start(pairs, RefreshRequest(version, kv, False, read), via, timeout).result()
+        return self._parts.start_lora(adapter, scale, base, version, kv, via, timeout).result()

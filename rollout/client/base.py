@@ -9,37 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.client.connection import LinkTiming
-from rollout.client.lora import Adapters
-from rollout.client.receipts import Receipt
-from rollout.client.refresh import WeightSender
-from rollout.client.session import ClientSession
+from rollout.client.parts import ClientParts, offline_end, open_memo
+from rollout.client.session import ClientSession, end_of
 from rollout.client.submission import TokenIds
 from rollout.client.text import Messages, Prompt, TextCodec
 from rollout.engine.values import Sample, Sampling
 from rollout.transport.messages import Welcome
 from rollout.transport.sockets import ClientTransport
-from rollout.transport.weights.group import own_address
 
 if TYPE_CHECKING:
     from rollout.client.memo import Memo
-    from rollout.client.memo_offline import RefreshRecorder
+    from rollout.client.receipts import Receipt
 
 MEMO_GIB = 50.0
 """bound of the folder of a memo"""
-
-
-def open_memo(folder: Path, gib: float) -> Memo:
-    """Open a memo. Its code is imported where a client has one. Raises ValueError, OSError."""
-    from rollout.client.memo import Memo
-
-    return Memo(folder, gib)
-
-
-def recorder_of(memo: Memo) -> RefreshRecorder:
-    """Make what stores the refreshes of a client."""
-    from rollout.client.memo_offline import RefreshRecorder
-
-    return RefreshRecorder(memo)
 
 
 class BaseClient:
@@ -66,11 +49,13 @@ class BaseClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         timing = LinkTiming() if timing is None else timing
+        if budget is not None and budget < 1:
+            raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
         kept = None if memo is None else open_memo(Path(memo), memo_gib)
+        offline = kept is not None and address is None and transport is None
         try:
             self._session = ClientSession(
-                address,
-                transport,
+                offline_end(kept) if kept is not None and offline else end_of(address, transport),
                 name,
                 budget=budget,
                 require_version=require_version,
@@ -78,15 +63,14 @@ class BaseClient:
                 timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
                 clock=clock,
                 memo=kept,
+                offline=offline,
             )
         except BaseException:
             if kept is not None:
                 kept.close()
             raise
         self._connect_timeout_s = connect_timeout_s
-        observe = None if kept is None or self._session.offline else recorder_of(kept)
-        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address), observe)
-        self._adapters = Adapters()
+        self._parts = ClientParts(self._session, refresh_host)
         self._text = TextCodec(tokenizer, lambda: self.info.model)
 
     def __repr__(self) -> str:
@@ -95,7 +79,7 @@ class BaseClient:
 
     def _close(self) -> None:
         self._session.close()
-        self._sender.close()
+        self._parts.close()
 
     @property
     def info(self) -> Welcome:
@@ -123,7 +107,7 @@ class BaseClient:
     def receipt(self, sample: Sample, prompt: Prompt, sampling: Sampling) -> Receipt:
         """Return all that a sample of this service is a function of. prompt, sampling: those of its group. Raises
         InvalidRequest for a prompt of another length, and for a sample whose tokens were given."""
-        return self._session.receipt(sample, self._text.ids(prompt), sampling)
+        return self._parts.receipt(sample, self._text.ids(prompt), sampling)
 
     # texts
 
