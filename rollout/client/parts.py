@@ -4,6 +4,7 @@ refresh ──→ transport.weights.sending                the first weights tha
 lora                                                 the first adapter
 proofs ──→ replaying ──→ verification ──→ receipts   the first receipt, verification or replay
 memo, memo_offline                                   a client with a memo
+token_text                                           the first text of a sample
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.client.session import ClientSession
 from rollout.client.submission import TokenIds
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.client.receipts import Receipt
     from rollout.client.refresh import NamedTensors, RefreshHandle, WeightSender
     from rollout.client.replaying import Change, Replay
+    from rollout.client.token_text import TokenText
     from rollout.client.verification import GroupCheck
 
 
@@ -40,6 +42,13 @@ def offline_end(memo: Memo) -> ClientTransport:
     from rollout.client.memo_offline import OfflineEnd
 
     return OfflineEnd(memo)
+
+
+def token_text(tokenizer: Any) -> TokenText:
+    """Return what makes text of the tokens of a tokenizer of transformers."""
+    from rollout.client.token_text import TokenText
+
+    return TokenText(tokenizer)
 
 
 class ClientParts:
