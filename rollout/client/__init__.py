@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollout.client.aio import AsyncRolloutClient
     from rollout.client.api import RolloutClient
     from rollout.client.async_handle import AsyncHandle, AsyncRefreshHandle
+    from rollout.client.config import ClientConfig
     from rollout.client.connection import LinkTiming
     from rollout.client.handle import Handle
     from rollout.client.receipts import Receipt
@@ -26,6 +27,7 @@ HOMES = {
     "AsyncRefreshHandle": "async_handle",
     "AsyncRolloutClient": "aio",
     "Change": "replaying",
+    "ClientConfig": "config",
     "Handle": "handle",
     "LinkTiming": "connection",
     "Receipt": "receipts",
@@ -41,6 +43,7 @@ __all__ = [
     "AsyncRefreshHandle",
     "AsyncRolloutClient",
     "Change",
+    "ClientConfig",
     "Handle",
     "LinkTiming",
     "Receipt",

@@ -61,10 +61,10 @@ class AsyncRolloutClient(BaseClient):
 
     async def __aenter__(self) -> Self:
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self._config.connect_timeout_s):
                 await asyncio.shield(asyncio.wrap_future(self._session.link.first_welcome))
         except TimeoutError:
-            error = self._session.unreachable(self._connect_timeout_s)
+            error = self._session.unreachable(self._config.connect_timeout_s)
             await self.close()
             raise error from None
         except BaseException:

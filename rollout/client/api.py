@@ -7,14 +7,13 @@ with RolloutClient("tcp://127.0.0.1:5655") as client:
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from rollout.client.base import MEMO_GIB, BaseClient
-from rollout.client.connection import LinkTiming, answer
+from rollout.client.base import BaseClient
+from rollout.client.config import ClientConfig, ClientFields
+from rollout.client.connection import answer
 from rollout.client.handle import Handle
 from rollout.client.streams import Generation, finished
 from rollout.client.submission import (
@@ -30,7 +29,6 @@ from rollout.client.submission import (
 )
 from rollout.client.text import Prompt
 from rollout.engine.values import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
-from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
 
 if TYPE_CHECKING:
@@ -48,79 +46,19 @@ class RolloutClient(BaseClient):
     Args:
         address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655, or the path of a connection file (`rollout keys add`),
             which has the address and the keys.
-        name: shown in logs and status.
-        transport: replaces the socket, e.g. `LoopbackService().connect()`.
-        connect_timeout_s: how long the constructor waits for the service, before it raises ServiceLost.
-        link_timeout_s: seconds without a connection after which open groups and calls fail with ServiceLost. A call made
-            without a connection waits as long; calls made during that wait share its deadline. A connection that is restored
-            sooner loses nothing. A stopped process is noticed 4 s before this clock starts.
-        stall_timeout_s: seconds without a message from a connected service after which open groups fail with ServiceLost. A
-            single engine step may take minutes.
-        require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
-            client with StaleWeights. It may be set later, e.g. to the version that `refresh` returned; then the service also
-            refuses groups if other weights have that version, as after a restart without a journal.
-        refresh_host: an address of this machine that the service can reach, for refreshes via gloo and nccl; None = the one by
-            which this client reaches the service.
-        budget: maximum tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
-            `max_tokens` of each of their children whose sample has not arrived. Groups over the budget wait in the client,
-            higher priority first, then in order; they start under the weights that are live then. None = only the service's
-            limits. `submit` refuses a group that exceeds the budget alone.
-        restart_timeout_s: replaces `link_timeout_s`, if longer, with `resubmit` or if the service has a journal.
-        resubmit: submit open groups again, with the same seeds, to a service that restarted without them, once its weights are
-            as new as before. Otherwise they fail with ServiceRestarted, as other calls do.
-        tokenizer: for prompts of text and for `decode`: a transformers tokenizer, or where to load one from: a folder, a hub id
-            or smollm2. None = from the service's model, which must then be on this host. Loaded when it is first needed.
-        memo: a folder in which groups with a seed are stored, and from which they are answered when all that decides their
-            samples is the same (docs/memo.md). Without address and transport, the client needs no service: it answers what is
-            in the folder, and other groups fail. Raises ValueError for a folder that is another user's, or is neither empty nor
-            a memo.
-        memo_gib: size of that folder; the answers that were used longest ago are deleted first.
-        timing: further intervals of the connection; the timeouts above replace its own.
-        clock: seconds, as time.monotonic.
-    """
+        config: settings; None = the defaults.
+        fields: of `ClientConfig`, in place of those of `config`: `RolloutClient(address, name="trainer")`.
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str = "",
-        transport: ClientTransport | None = None,
-        connect_timeout_s: float = 10.0,
-        link_timeout_s: float = 4.0,
-        stall_timeout_s: float = 300.0,
-        require_version: int = 0,
-        refresh_host: str | None = None,
-        budget: int | None = None,
-        restart_timeout_s: float = 300.0,
-        resubmit: bool = False,
-        tokenizer: Any = None,
-        memo: str | os.PathLike[str] | None = None,
-        memo_gib: float = MEMO_GIB,
-        timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            address,
-            name=name,
-            transport=transport,
-            connect_timeout_s=connect_timeout_s,
-            link_timeout_s=link_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            require_version=require_version,
-            refresh_host=refresh_host,
-            budget=budget,
-            restart_timeout_s=restart_timeout_s,
-            resubmit=resubmit,
-            tokenizer=tokenizer,
-            memo=memo,
-            memo_gib=memo_gib,
-            timing=timing,
-            clock=clock,
-        )
+    Raises ServiceLost if the service does not answer in time, ValueError for settings out of range, TypeError for an unknown
+    one, naming the nearest."""
+
+    def __init__(self, address: str | None = None, config: ClientConfig | None = None, **fields: Unpack[ClientFields]) -> None:
+        super().__init__(address, config, **fields)
+        wait_s = self._config.connect_timeout_s
         try:
-            self._session.link.first_welcome.result(connect_timeout_s)
+            self._session.link.first_welcome.result(wait_s)
         except TimeoutError:
-            error = self._session.unreachable(connect_timeout_s)
+            error = self._session.unreachable(wait_s)
             self.close()
             raise error from None
         except BaseException:

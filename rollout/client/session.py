@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollout.client.connection import LinkTiming
+from rollout.client.config import ClientConfig
 from rollout.client.handle import Handle, OnChange, OpenHandle, answered, refused
 from rollout.client.link import Link
 from rollout.client.submission import check_budget, check_configuration, seeded, sendable
@@ -32,33 +31,22 @@ class ClientSession:
 
     Args:
         end: of the connection.
-        name, budget, require_version, resubmit: as for `RolloutClient`.
-        timing: timeouts and intervals.
-        clock: seconds, as time.monotonic.
+        config: settings; what is about the memo, the address and texts is for the caller.
         memo: answers groups that were had before.
         offline: the memo is all there is."""
 
-    def __init__(
-        self,
-        end: ClientTransport,
-        name: str = "",
-        *,
-        budget: int | None = None,
-        require_version: int = 0,
-        resubmit: bool = False,
-        timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        memo: Memo | None = None,
-        offline: bool = False,
-    ) -> None:
+    def __init__(self, end: ClientTransport, config: ClientConfig, memo: Memo | None = None, offline: bool = False) -> None:
         self.memo, self.offline = memo, offline
         self._end = end
         self.address = end.address
-        self._budget = budget
-        self._resubmit = resubmit
+        self._budget = config.budget
+        self._resubmit = config.resubmit
         self._ids, self._serials = itertools.count(), itertools.count(1)
-        self._required = Served(require_version)
-        self.link = Link(end, secrets.token_hex(16), name, timing, budget=budget, resubmit=resubmit, clock=clock)
+        self._required = Served(config.require_version)
+        self.link = Link(
+            end, secrets.token_hex(16), config.name, config.intervals, budget=config.budget, resubmit=config.resubmit,
+            clock=config.clock,
+        )  # fmt: skip
         if memo is not None and not self.offline:
             self.link.first_welcome.add_done_callback(partial(note_welcome, memo))
 
