@@ -71,10 +71,11 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: Self | None, fields: Mapping[str, Any]) -> Self:
         """Return a configuration with some fields replaced; None: the defaults. Raises TypeError naming the nearest field for
         one that does not exist, ValueError for a value out of range."""
+        known = ("address", *cls.__struct_fields__)
         for name in fields:
             if name not in cls.__struct_fields__:
-                alike = get_close_matches(name, cls.__struct_fields__, 1)
-                hint = f"; did you mean {alike[0]}?" if alike else f" (there are: {', '.join(cls.__struct_fields__)})"
+                alike = get_close_matches(name, known, 1)
+                hint = f"; did you mean {alike[0]}?" if alike else f" (there are: {', '.join(known)})"
                 raise TypeError(f"a client has no argument {name!r}{hint}")
         return msgspec.structs.replace(cls() if config is None else config, **fields)
 
