@@ -149,7 +149,7 @@ test-gpu: $(GPU_READY)
 	@$(GPU_PYTHON) -m pytest -n $(GPU_JOBS) -m '' -W default tests/engine/test_device_sums.py tests/engine/test_triton_attention.py tests/engine/test_sampler_triton.py \
 		tests/engine/test_graphs.py tests/engine/test_norms.py tests/engine/test_fused.py tests/engine/test_exact.py \
 		tests/engine/test_recurrence_triton.py tests/engine/test_experts_triton.py \
-		tests/engine/test_prompt_attention.py tests/engine/test_proven_products.py tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py \
+		tests/engine/test_proven_products.py tests/engine/test_device_digests.py tests/rollout/test_exact_on_device.py \
 		tests/rollout/test_exact_fused.py $(ARGS)
 
 # what to run first on a machine with a GPU, in pieces of at most ten minutes
@@ -204,7 +204,7 @@ bench: model
 
 bench-gpu: $(GPU_READY)
 	@failed=0; for model in $(or $(MODELS),qwen3-0.6b qwen3-8b); do \
-		$(GPU_PYTHON) -m rollout.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
+		$(GPU_PYTHON) -m tests.bench.gpu --model $$model --json bench-gpu-$$model.jsonl $(ARGS) || failed=1; \
 	done; exit $$failed
 
 clean:

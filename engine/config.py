@@ -77,15 +77,15 @@ class WeightOffload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tuning, for measurements. The defaults are right for serving: change them only if `rollout bench` shows a gain. Samples
-    are the same for every value, except with fused_layers, library_products and prompt_attention."""
+    are the same for every value, except with fused_layers and library_products."""
 
     lookahead_blocks: int = 4
     """blocks of KV to free for each sequence that keeps running, when sequences are preempted (docs/decisions/pressure.md)"""
     min_run_tokens: int = 64
     """tokens that a restored sequence generates before it may be preempted again, unless nothing else can free KV blocks"""
-    mirror_ahead: bool | None = None
+    mirror_ahead: bool = False
     """on CUDA, copy full KV blocks to host memory while the device computes, before the pool runs out, so that preempting a
-    sequence copies only its partial blocks. Default: on. ValueError on the CPU, where it costs more than it saves"""
+    sequence copies only its partial blocks. Not measured there yet. ValueError on the CPU, where it costs more than it saves"""
     mirror_blocks_per_step: int = 16
     """most KV blocks that mirror_ahead copies per step"""
     copy_ahead: bool | None = None
@@ -101,10 +101,6 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     a trainer's forward in the last bits, as they do by cuBLAS's products; with exact, `use_exact` gives a trainer the same
     kernels. Default: on, unless routed_experts is"""
 
-    prompt_attention: Literal["tiles", "cudnn"] = "tiles"
-    """on CUDA, what computes attention of prompts of 512 tokens or more in steps of more than 2,048 tokens. tiles: our kernel.
-    cudnn: torch's cuDNN kernel, for prompts that a step computes whole; log-probs of a prompt then depend, up to rounding, on
-    whether it is computed whole. ValueError with exact. For heads that it does not take, tiles run, and the log says why"""
     library_products: bool = True
     """with exact on CUDA, multiply by cuBLASLt if a check at load finds that its rows do not depend on their number, for every
     shape of the model; the name of the arithmetic then begins with exact_lt. Off: by our own kernel, which takes longer"""
@@ -114,8 +110,6 @@ class AdvancedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_bounds(self, ADVANCED_BOUNDS)
         if not 0 < self.cpu_offload_safety_threshold <= 1:
             raise ValueError(f"cpu_offload_safety_threshold={self.cpu_offload_safety_threshold}: must be in (0, 1]")
-        if self.prompt_attention not in ("tiles", "cudnn"):
-            raise ValueError(f"prompt_attention={self.prompt_attention!r}: must be tiles or cudnn")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -267,9 +261,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         if self.weight_dtype == "int8":
             self._check_int8(need)
-        if self.advanced.prompt_attention == "cudnn":
-            asked = "advanced.prompt_attention='cudnn' with exact"
-            need(not self.exact, f"{asked}: a prompt's numbers would depend on the step; leave one of them out")
 
     def _check_int8(self, need: Callable[[bool, str], None]) -> None:
         """Check what products in eight bits do not support."""

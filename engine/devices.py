@@ -62,7 +62,7 @@ class Device(Protocol):
     overlaps: bool
     """default of `overlap_steps`"""
     copies_ahead: bool
-    """default of `mirror_ahead` and `copy_ahead`"""
+    """default of `copy_ahead`; whether `mirror_ahead` can be asked for"""
     fast_attention: str
     """backend of attention="auto" """
     sizes: tuple[int, int]
@@ -166,7 +166,7 @@ def resolved(config: EngineConfig, device: Device) -> EngineConfig:
     seqs, tokens = device.sizes
     if config.max_batch_tokens is not None:
         seqs = min(seqs, config.max_batch_tokens)
-    chosen = {name: device.copies_ahead if asked is None else asked for name, asked in ahead.items()}
+    copy_ahead = device.copies_ahead if tuning.copy_ahead is None else tuning.copy_ahead
     return msgspec.structs.replace(
         config,
         block_size=config.block_tokens,
@@ -174,7 +174,7 @@ def resolved(config: EngineConfig, device: Device) -> EngineConfig:
         max_batch_tokens=max(tokens, config.most_seqs) if config.max_batch_tokens is None else config.max_batch_tokens,
         overlap_steps=overlaps,
         drafts=(0 if overlaps and not device.overlaps else DRAFTS) if config.drafts is None else config.drafts,
-        advanced=msgspec.structs.replace(tuning, **chosen),
+        advanced=msgspec.structs.replace(tuning, copy_ahead=copy_ahead),
     )
 
 

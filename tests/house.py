@@ -19,8 +19,8 @@ from tests.support.house import ROOT, actions, lines_of, modules_of
 
 BUDGETS = {
     "rollout.engine.scheduling.scheduler": 7_000,
-    "rollout.engine.engine": 25_300,
-    "rollout.client.api": 12_450,
+    "rollout.engine.engine": 25_200,
+    "rollout.client.api": 7_900,
     "rollout.service.loop": 11_600,
     "rollout.exact.module": 16_050,
 }

@@ -116,7 +116,7 @@ def carried() -> set[str]:
 def test_nothing_is_missing_on_a_machine_without_a_network() -> None:
     assert {"msgspec", "pyzmq", "tyro"} <= carried()
     assert not lacking(gpu_tests(), carried())
-    assert not lacking([ROOT / "rollout/bench/gpu.py"], carried())
+    assert not lacking([ROOT / "tests/bench/gpu.py"], carried())
 
 
 def test_what_is_missing_is_seen() -> None:

@@ -13,7 +13,7 @@ from rollout.engine.processes import interpreter, run_module
 from tests.support.syntax import dotted
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("engine", "transport", "rollout", "recipes")
+ROOMS = ("engine", "transport", "rollout", "recipes", "tests/bench")
 HERE = "engine/processes.py"
 OTHERS = {
     "rollout/bench/against.py": "names the interpreters of peers, which run files by their path",
@@ -52,7 +52,7 @@ def test_python_is_started_in_one_place() -> None:
         for path in (ROOT / room).rglob("*.py")
         if (where := str(path.relative_to(ROOT))) not in OTHERS
     }
-    bench = "rollout/bench/train_step.py"
+    bench = "tests/bench/train_step.py"
     assert {where for where, how in found.items() if how} == {HERE, bench}
     assert all("*interpreter()" in how for how in found[bench])
 

@@ -502,10 +502,12 @@ def test_the_engine_is_short() -> None:
 def test_tests_share_only_what_is_in_support() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         text, module = path.read_text(), ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if not re.search(r"from (?:tests import|\.)|\btests\.(?!support)", text):
+        if not re.search(r"from (?:tests import|\.)|\btests\.(?!support|bench)", text):
             continue
-        others = {name for name in imported(text, module) if re.match(r"tests\.(?!support)", name)}
-        assert not others, f"{path.name} imports {others}: what tests share lies in tests/support"
+        others = {name for name in imported(text, module) if re.match(r"tests\.(?!support|bench)", name)}
+        assert not others, (
+            f"{path.name} imports {others}: what tests share lies in tests/support, and benchmarks in tests/bench"
+        )
 
 
 def assigned_from_outside(source: str) -> set[str]:

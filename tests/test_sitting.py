@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from rollout.bench.gpu import PARTS, Args, check
+from tests.bench.gpu import PARTS, Args, check
 from tests.support import sitting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ def test_the_benchmark_takes_the_options() -> None:
     run = set()
     for step in (step for command in sitting.COMMANDS for step in command.steps if sitting.BENCH in step.command):
         words = shlex.split(step.command)
-        args = tyro.cli(Args, args=words[words.index("rollout.bench.gpu") + 1 :])
+        args = tyro.cli(Args, args=words[words.index("tests.bench.gpu") + 1 :])
         run |= set(check(Args(model=args.model, parts=args.parts, device="cpu"), PARTS))
         assert args.minutes * 60 <= step.seconds or step.name == "products-without-splits"
     assert run == set(PARTS)

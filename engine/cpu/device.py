@@ -43,8 +43,6 @@ class CpuDevice:
         self._without_native = without_native(config, self.isa)
         self.fast_attention = "reference" if self._without_native else "native"
         check_int8(config, self.isa, self.isa_reason)
-        if config.advanced.prompt_attention == "cudnn":
-            raise ValueError("advanced.prompt_attention='cudnn' with device=cpu: cuDNN is for CUDA; leave it out")
         log.info("kernels isa=%s chosen=%r", self.isa, str(self.chosen))
         if self._without_native and config.attention == "auto":
             log.info("attention runs in plain torch, which is slow reason=%r", self._without_native)

@@ -20,7 +20,6 @@ import torch
 from rollout.engine.cuda import tiles as cutting
 from rollout.engine.cuda.compiled import compiled_by, triton_version
 from rollout.engine.cuda.launches import KNOWN, Launches, LaunchLimits, choose, over_blocks, power_of_two, with_codes
-from rollout.engine.cuda.prompts import PromptAttention, PromptsOfLength
 from rollout.engine.cuda.tiles import COLUMNS, PADDING, Tiles, chunk_tokens, cut, most_tiles
 from rollout.engine.forward.attention import CannotAttend, Scores, StepCapacity
 from rollout.engine.forward.batch import Batch
@@ -58,8 +57,6 @@ class Prepared(NamedTuple):
     table: torch.Tensor
     launched: tuple[bool, bool, bool] = (True, True, True)
     """`attend` for small tiles, for large tiles, `merge`; a kernel without work is not launched"""
-    prompts: tuple[PromptsOfLength, ...] = ()
-    """whole prompts that have no tiles"""
 
 
 class TritonAttention:
@@ -108,24 +105,16 @@ class TritonAttention:
         self.sums = torch.empty((self.max_parts, capacity.q_heads, 2), device=device)
         """[parts, q_heads, 2] fp32: maximum of the scores (times log2 e) and sum of the weights of each partial result"""
         self._sent: Any = torch.cuda.Event() if on_device else None
-        self.prompts: PromptAttention | None = None
-        """computes whole prompts of steps with many tokens; None: tiles do"""
 
     def __str__(self) -> str:
         return f"Triton attention ({self.device})"
-
-    def use_prompts(self, prompts: PromptAttention, dtype: torch.dtype) -> None:
-        """Let another kernel compute whole prompts, under a name of its own. dtype: of K and V. Raises NotTaken."""
-        prompts.try_out(self.capacity, dtype, self.device)
-        self.prompts, self.arithmetic = prompts, f"{self.arithmetic}/{prompts.name}"
 
     def prepare(self, batch: Batch, kv: PagedKV) -> Prepared:
         """Cut the step into tiles and send them to the device. Returns views of the static arrays."""
         counts, positions, parts, slots, small, large, table = self._views(self._host.numpy())
         t, blocks = batch.num_tokens, batch.block_table
-        whole = None if self.prompts is None else self.prompts.rows(batch.query_starts, batch.context_lens)
         for share, max_parts in ((len(batch.shared) > 0, self.max_parts), (False, self.max_parts), (False, 0)):
-            tiles = self._cut(batch, kv, share, max_parts, whole)
+            tiles = self._cut(batch, kv, share, max_parts)
             if max(tiles.small.size, tiles.large.size) <= len(small):
                 break  # otherwise retry with fewer tiles; the numbers are the same
         if self._sent is not None:
@@ -142,14 +131,13 @@ class TritonAttention:
         if self._sent is not None:
             self._sent.record()
         launched = (len(tiles.small) > 0, len(tiles.large) > 0, tiles.num_parts > 0)
-        groups = () if self.prompts is None else self.prompts.groups(batch.query_starts, whole, self.device)
-        return Prepared._make((*self._views(self._arrays), launched, groups))
+        return Prepared._make((*self._views(self._arrays), launched))
 
-    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int, left_out: np.ndarray | None) -> Tiles:
+    def _cut(self, batch: Batch, kv: PagedKV, share: bool, max_parts: int) -> Tiles:
         small, large = (launch.rows // self.capacity.group for launch in self._launches_over(kv))
         return cut(
             batch.query_starts, batch.context_lens, batch.block_table, share, block_size=kv.block_size, sizes=(small, large),
-            groups=self.groups, max_parts=max_parts, left_out=left_out,
+            groups=self.groups, max_parts=max_parts,
         )  # fmt: skip
 
     def _launches_over(self, kv: PagedKV) -> Launches:
@@ -179,7 +167,7 @@ class TritonAttention:
             *key.stride()[:2], *value.stride()[:2], HEADS=heads, HEADS_PAD=power_of_two(heads), DIM=dim,
             DIM_PAD=power_of_two(max(dim, width, 16)), VALUE=width, BLOCK=kv.block_size, FP8=is_fp8(data),
         )  # fmt: skip
-        return self._attend(layer, query, batch, kv, scores, (key, value))
+        return self.attend_stored(layer, query, batch, kv, scores)
 
     def slots_of(self, batch: Batch) -> torch.Tensor:
         """Return [P …] int32 on the device: slots for K and V of each token; -1 for padding."""
@@ -188,18 +176,6 @@ class TritonAttention:
 
     def attend_stored(self, layer: int, query: torch.Tensor, batch: Batch, kv: PagedKV, scores: Scores) -> torch.Tensor:
         """Do the same as `attend` for a step whose K and V are in the pool."""
-        return self._attend(layer, query, batch, kv, scores, None)
-
-    def _attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        batch: Batch,
-        kv: PagedKV,
-        scores: Scores,
-        given: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Attend. given: K and V of the step; None: they are in the pool only."""
         arrays: Prepared = batch.attention
         (padded, q_heads, dim), heads = query.shape, self.capacity.kv_heads
         assert query.stride(2) == 1
@@ -231,9 +207,6 @@ class TritonAttention:
                 out, arrays.positions, arrays.parts, self.partial, self.sums, out.stride(0), window, sinks,
                 GROUP=group, GROUP_PAD=power_of_two(group), **values, **chunks, **EXACT,
             )  # fmt: skip
-        if self.prompts is not None and arrays.prompts:
-            key, new_value = stored(kv, layer, arrays.slots[:padded]) if given is None else given
-            self.prompts.attend(out, arrays.prompts, query, key, new_value, scores.scaling)
         return out
 
 
@@ -349,14 +322,6 @@ def arithmetic_on(device: torch.device) -> str:
         return f"{ARITHMETIC}/{compiled_by(device)}"
     except ImportError as error:
         raise TritonUnavailable(f"Triton cannot be imported ({error})") from error
-
-
-def stored(kv: PagedKV, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of tokens, [T, kv_heads, head_dim] each, from a pool of layers of one shape. slots: [T] int32 on the
-    device; for padding, any token's."""
-    at = slots.long().clamp(min=0)
-    key, value = kv.data[:, layer][at // kv.block_size, :, :, at % kv.block_size].unbind(1)
-    return key, value
 
 
 def begin_of(layer: int, kv: PagedKV) -> int:

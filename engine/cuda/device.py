@@ -18,13 +18,12 @@ from rollout.engine.cuda.graphs import StepGraphs, cuda_capture
 from rollout.engine.cuda.library_products import choose_products
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.cuda.norms import fuse_norms
-from rollout.engine.cuda.prompts import NotTaken, cudnn_prompts
 from rollout.engine.cuda.proofs import Linear
 from rollout.engine.cuda.recurrence import TritonMixers
 from rollout.engine.cuda.reduce import sum_of_ranks, sum_over_ranks
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
-from rollout.engine.forward.attention import Backend, StepCapacity, plain_scores
+from rollout.engine.forward.attention import Backend, StepCapacity
 from rollout.engine.forward.latent import stores_latents
 from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, module_of, states_of, streamed_of
 from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
@@ -83,8 +82,6 @@ class CudaDevice:
         if config.tp > 1 and not config.exact:
             sum_over_ranks(model.module)
         mixed = "" if model.states is None else use_triton_mixers(model)
-        if config.advanced.prompt_attention == "cudnn":
-            use_cudnn_prompts(model, config, backend)
         fused = config.advanced.fused_layers
         fused = not config.routed_experts if fused is None else fused
         if config.exact or fused:
@@ -154,21 +151,6 @@ def use_triton_mixers(model: Model) -> str:
         log.warning("torch scans recurrent layers row by row, which is slow model=%s reason=%r", model.name, str(error))
         return ""
     return f"+{TritonMixers.arithmetic}"
-
-
-def use_cudnn_prompts(model: Model, config: EngineConfig, backend: Backend) -> None:
-    """Let cuDNN compute attention of long prompts, if it takes the model's heads and scores; otherwise log why tiles do."""
-    try:
-        if not isinstance(backend, TritonAttention):
-            raise NotTaken(f"{backend.name} attention of layers of several kinds, or with windows")
-        scores = plain_scores(model.asked)
-        if scores is None or any(each.window for each in scores):
-            raise NotTaken("layers with windows, soft caps or sinks")
-        if config.kv_dtype != "auto":
-            raise NotTaken(f"KV in {config.kv_dtype}")
-        backend.use_prompts(cudnn_prompts(), model.geometry.dtype)
-    except NotTaken as error:
-        log.warning("prompts are computed by tiles, not by cuDNN model=%s reason=%r", model.name, str(error))
 
 
 def draw_kernel() -> DrawKernel | None:

@@ -93,7 +93,6 @@ def cut(
     sizes: tuple[int, int],
     groups: tuple[int, int],
     max_parts: int,
-    left_out: np.ndarray | None = None,
 ) -> Tiles:
     """Return the tiles of a step of R rows. Rows and prefixes are cut into runs of chunks, which get shorter until the programs
     have nearly equal work.
@@ -104,7 +103,6 @@ def cut(
         sizes: most tokens of a small and of a large tile.
         groups: programs of either kind that run at a time, per KV head; those of a group process the heads of one tile.
         max_parts: partial results for which there is memory.
-        left_out: [R] bool: rows that get no tiles; None: no row.
     """
     chunk = chunk_tokens(block_size)
     counts = np.diff(query_starts)
@@ -114,7 +112,7 @@ def cut(
     own = np.zeros(len(counts), np.int32)
     shared = _shared(counts, context_lens, block_table, splits, chunk // block_size, block_size, own) if share else []
     size = np.where(counts <= sizes[0], *sizes)
-    pieces = -(-counts // size) if left_out is None else np.where(left_out, 0, -(-counts // size))
+    pieces = -(-counts // size)
     columns = block_table.shape[1]
     step = TilingInput(query_starts, context_lens, chunks, own, splits, size, pieces, shared, sizes, chunk, columns)
     split, dealt = _balanced(step, groups)

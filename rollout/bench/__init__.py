@@ -7,7 +7,8 @@ workloads.py   the named workloads, and the KV that each needs
 runner.py      runs a workload: warm-up, runs, checks, summary
 against.py     other engines as processes; checkouts.py: another checkout of this project
 inputs.py      prompts, lengths and models;  target.py: the service or engine that is measured
-gpu.py         the benchmark of the CUDA path, a command of its own
+
+Developers' benchmarks are in `tests/bench`.
 """
 
 from rollout.bench.command import run

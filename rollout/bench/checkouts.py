@@ -16,6 +16,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from rollout.bench.harness import BenchFailed, BenchOptions, Row
 from rollout.bench.report import ROOT, Report, commit_of
 from rollout.engine.processes import run_module
@@ -72,7 +74,7 @@ def measure(options: BenchOptions, here: Path, other: Path) -> Iterator[Row]:
 
 def speeds_of(root: Path, options: BenchOptions) -> dict[str, float]:
     """Run each workload once with a checkout's own command line. Returns tokens/s by workload. Raises BenchFailed."""
-    once = options._replace(repeat=1, json_file="-", against="", compare=False)
+    once = msgspec.structs.replace(options, repeat=1, json_file="-", against="", compare=False)
     own = root / ".venv/bin/python"
     python = str(own) if root != ROOT and own.exists() else None
     environment = os.environ | {"PYTHONPATH": str(root)}

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import torch
 
-from rollout.bench import (
-    batch_invariance,
-    conversations,
-    delta,
-    experts,
-    fidelity,
-    fleet,
-    host,
-    http,
-    int8,
-    keys,
-    lora,
-    neighbour,
-    products,
-    refresh,
-    replay,
-    score,
-    sharing,
-    train_step,
-    trust,
-    turns,
-    vanish,
-    verify,
-)
+from rollout.bench import fidelity, host, http, refresh
 from rollout.bench.against import parse
 from rollout.bench.checkouts import compare
 from rollout.bench.floor import MachineRates
@@ -44,30 +21,14 @@ from rollout.bench.workloads import WORKLOADS, find
 from rollout.config import InputError
 
 BENCHMARKS = {
-    "batch_invariance": Benchmark(batch_invariance.measure, any_kv=True, on_device=True),
-    "conversations": Benchmark(conversations.measure, in_process=False),
-    "delta": Benchmark(delta.measure, in_process=False),
-    "experts": Benchmark(experts.measure),
     "fidelity": Benchmark(fidelity.measure, any_kv=True),
-    "fleet": Benchmark(fleet.measure, in_process=False),
     "host": Benchmark(host.measure),
     "http": Benchmark(http.measure, in_process=False),
-    "int8": Benchmark(int8.measure),
-    "keys": Benchmark(keys.measure),
-    "lora": Benchmark(lora.measure, in_process=False),
-    "neighbour": Benchmark(neighbour.measure),
-    "products": Benchmark(products.measure),
     "refresh": Benchmark(refresh.measure, in_process=False),
-    "replay": Benchmark(replay.measure, in_process=False),
-    "score": Benchmark(score.measure),
-    "sharing": Benchmark(sharing.measure_model, any_kv=True, on_device=True),
-    "train_step": Benchmark(train_step.measure),
-    "trust": Benchmark(trust.measure, in_process=False),
-    "turns": Benchmark(turns.measure, in_process=False),
-    "vanish": Benchmark(vanish.measure, in_process=False),
-    "verify": Benchmark(verify.measure, in_process=False),
 }
 """what is not a workload"""
+Rule = tuple[object, str]
+"""whether it is broken, and what is wrong then"""
 
 COLUMNS = {
     "workload": "{workload}",
@@ -104,46 +65,55 @@ def run(options: BenchOptions) -> int:
 
 def check(options: BenchOptions, peers: Iterable[str], checkout: Path | None) -> None:
     """Raise InputError for options that do not fit together, before anything is measured."""
-    known = [*WORKLOADS, *BENCHMARKS]
     flags = [f"--against {name}" for name in peers] + ["--floor"] * options.floor
-    special = [(name, BENCHMARKS[name]) for name in options.names if name in BENCHMARKS]
-    alone = (
-        [name for name, _ in special] + flags + [f"--{name}" for name in ("unshared", "undrafted") if getattr(options, name)]
+    special = [name for name in options.names if name in BENCHMARKS]
+    alone = special + flags + [f"--{name}" for name in ("unshared", "undrafted") if getattr(options, name)]
+    on_cpu = [flag for flag in flags if flag != "--against transformers_cb"]
+    refuse(
+        [
+            *rules(options, [*WORKLOADS, *BENCHMARKS], BENCHMARKS, on_cpu, flags),
+            *((options.tp > 1, f"{name} runs on one rank: leave --tp {options.tp} out") for name in special + flags),
+            *((checkout is not None, f"--against CHECKOUT compares workloads: leave {name} out") for name in alone),
+        ]
     )
-    cuda, on_cpu = options.device != "cpu", [flag for flag in flags if flag != "--against transformers_cb"]
-    rules: list[tuple[object, str]] = [
-        (not options.scale > 0, f"--scale {options.scale}: must be positive"),
-        (options.repeat < 1, f"--repeat {options.repeat}: must be at least 1"),
-        (not options.names, f"name a workload: {', '.join(known)}"),
-        *((name not in known, f"no workload {name!r}; there are: {', '.join(known)}") for name in options.names),
-        *(
-            (options.in_process and not each.in_process, f"{name} runs in several processes: leave --in-process out")
-            for name, each in special
-        ),
-        (
-            cuda and not torch.cuda.is_available(),
-            f"--device {options.device}: torch {torch.__version__} finds no CUDA device here; --device cpu works",
-        ),
-        *(
-            (cuda, f"{name} measures the CPU: leave --device {options.device} out")
-            for name in [*(name for name, each in special if not each.on_device), *on_cpu]
-        ),
-        *(
-            (
-                options.kv_dtype != "auto",
-                f"{name} needs KV in the model's dtype: leave --engine.kv-dtype {options.kv_dtype} out",
-            )
-            for name in [*(name for name, each in special if not each.any_kv), *flags]
-        ),
-        *(
-            (options.tp > 1, f"{name} runs on one rank: leave --tp {options.tp} out")
-            for name in [*(name for name, _ in special), *flags]
-        ),
-        (options.trace and "turns" not in options.names, f"--trace {options.trace}: only `turns` replays a trace; name it"),
-        *((checkout is not None, f"--against CHECKOUT compares workloads: leave {name} out") for name in alone),
-    ]
-    for refused, message in rules:
-        if refused:
+
+
+def rules(
+    options: BenchOptions,
+    known: Sequence[str],
+    benchmarks: Mapping[str, Benchmark],
+    on_cpu: Sequence[str] = (),
+    plain_kv: Sequence[str] = (),
+) -> Iterator[Rule]:
+    """Yield what options have to keep to.
+
+    Args:
+        known: all names.
+        benchmarks: what those support that are no workloads.
+        on_cpu, plain_kv: flags that were given and that measure the CPU alone, or need KV in the model's dtype."""
+    special = [(name, benchmarks[name]) for name in options.names if name in benchmarks]
+    cuda, other_kv = options.device != "cpu", options.kv_dtype != "auto"
+    yield not options.scale > 0, f"--scale {options.scale}: must be positive"
+    yield options.repeat < 1, f"--repeat {options.repeat}: must be at least 1"
+    yield not options.names, f"name a workload: {', '.join(known)}"
+    for name in options.names:
+        yield name not in known, f"no workload {name!r}; there are: {', '.join(known)}"
+    for name, each in special:
+        yield options.in_process and not each.in_process, f"{name} runs in several processes: leave --in-process out"
+    yield (
+        cuda and not torch.cuda.is_available(),
+        f"--device {options.device}: torch {torch.__version__} finds no CUDA device here; --device cpu works",
+    )
+    for name in [*(name for name, each in special if not each.on_device), *on_cpu]:
+        yield cuda, f"{name} measures the CPU: leave --device {options.device} out"
+    for name in [*(name for name, each in special if not each.any_kv), *plain_kv]:
+        yield other_kv, f"{name} needs KV in the model's dtype: leave --engine.kv-dtype {options.kv_dtype} out"
+
+
+def refuse(broken: Iterable[Rule]) -> None:
+    """Raise InputError for the first rule that is broken."""
+    for is_broken, message in broken:
+        if is_broken:
             raise InputError(message)
 
 

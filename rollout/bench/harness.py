@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import msgspec
 
 from rollout import models
 from rollout.bench.inputs import PromptSource, PromptText, RandomText
@@ -32,9 +34,11 @@ class BoundBroken(BenchFailed):
     """A run was faster than the measured bound of this machine, so one of the two measurements is wrong."""
 
 
-class BenchOptions(NamedTuple):
+class BenchOptions(msgspec.Struct, frozen=True):
     """Options of `rollout bench`. `rollout.commands.arguments.BenchArgs` describes them."""
 
+    program: ClassVar[str] = "rollout bench"
+    """what takes these options"""
     names: tuple[str, ...]
     model: str = "smollm2"
     in_process: bool = False
@@ -52,24 +56,22 @@ class BenchOptions(NamedTuple):
     temperature: float = 1.0
     against: str = ""
     floor: bool = False
-    replicas: int = 2
     tp: int = 1
-    trace: str = ""
 
     def words(self) -> list[str]:
-        """Return the arguments of `rollout bench` that give these options."""
+        """Return the arguments that give these options."""
         spelled = {"json_file": "json", "isa": "engine.isa", "kv_dtype": "engine.kv-dtype"}
         words = list(self.names)
-        for name, default in self._field_defaults.items():
-            value, flag = getattr(self, name), spelled.get(name, name).replace("_", "-")
-            if value == default:
+        for field in msgspec.structs.fields(self)[1:]:
+            value, flag = getattr(self, field.name), spelled.get(field.name, field.name).replace("_", "-")
+            if value == field.default:
                 continue
             words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
         return words
 
     @property
     def command(self) -> str:
-        return shlex.join(["rollout", "bench", *self.words()])
+        return f"{self.program} {shlex.join(self.words())}"
 
 
 class BenchSetup:

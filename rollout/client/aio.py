@@ -14,14 +14,10 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rollout.client.async_handle import AsyncGeneration, AsyncHandle, AsyncRefreshHandle, answer_async
 from rollout.client.base import BaseClient
-from rollout.client.lora import AdapterSource
-from rollout.client.receipts import Receipt
-from rollout.client.refresh import NamedTensors, RefreshRequest
-from rollout.client.replaying import Change, MakeLive, Reproduced, next_step
 from rollout.client.submission import (
     Samples,
     TokenIds,
@@ -34,10 +30,16 @@ from rollout.client.submission import (
     turn_group,
 )
 from rollout.client.text import Prompt
-from rollout.client.verification import Verified
 from rollout.client.wakeups import Wakeups
 from rollout.engine.values import Group, KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
 from rollout.transport.weights import Via
+
+if TYPE_CHECKING:
+    from rollout.client.lora import AdapterSource
+    from rollout.client.receipts import Receipt
+    from rollout.client.refresh import NamedTensors
+    from rollout.client.replaying import Change, Reproduced
+    from rollout.client.verification import Verified
 
 
 class AsyncRolloutClient(BaseClient):
@@ -59,10 +61,10 @@ class AsyncRolloutClient(BaseClient):
 
     async def __aenter__(self) -> Self:
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self._config.connect_timeout_s):
                 await asyncio.shield(asyncio.wrap_future(self._session.link.first_welcome))
         except TimeoutError:
-            error = self._session.unreachable(self._connect_timeout_s)
+            error = self._session.unreachable(self._config.connect_timeout_s)
             await self.close()
             raise error from None
         except BaseException:
@@ -202,7 +204,7 @@ class AsyncRolloutClient(BaseClient):
         timeout: float | None = None,
     ) -> list[list[Verified]]:
         """Verify several groups at once. As `RolloutClient.verify_groups`."""
-        checks = self._session.checks(groups, await self._text.all_ids_async(prompts), sampling, receipts)
+        checks = self._parts.checks(groups, await self._text.all_ids_async(prompts), sampling, receipts)
         with AsyncGeneration(self._session.compute, self._wakeups) as generation:
             for check in checks:
                 generation.submit_all(check.groups)
@@ -221,11 +223,10 @@ class AsyncRolloutClient(BaseClient):
     ) -> list[Reproduced]:
         """Make samples again from their receipts. As `RolloutClient.replay`."""
         given = {} if weights is None else weights
-        replay = self._session.replaying(receipts, await self._text.all_ids_async(prompts), given, ends, change)
-        steps = replay.steps()
+        replay = self._parts.replaying(receipts, await self._text.all_ids_async(prompts), given, ends, change)
         done: Refreshed | list[Sample] | None = None
-        while (step := next_step(steps, done)) is not None:
-            if isinstance(step, MakeLive):
+        while (step := replay.next_step(done)) is not None:
+            if not isinstance(step, list):
                 done = await self.refresh(given[step.version], kv="keep")
                 continue
             with AsyncGeneration(self._session.compute, self._wakeups) as generation:
@@ -305,8 +306,8 @@ class AsyncRolloutClient(BaseClient):
         timeout: float = 600.0,
     ) -> AsyncRefreshHandle:
         """Start a `refresh`; returns when the tensors have been read. As `RolloutClient.refresh_async`."""
-        request = RefreshRequest(version, kv, partial)
-        return AsyncRefreshHandle(await asyncio.to_thread(self._sender.start, named_tensors, request, via, timeout))
+        start = self._parts.start_refresh
+        return AsyncRefreshHandle(await asyncio.to_thread(start, named_tensors, version, kv, partial, via, timeout))
 
     async def refresh_lora(
         self,
@@ -320,6 +321,5 @@ class AsyncRolloutClient(BaseClient):
         timeout: float = 600.0,
     ) -> Refreshed:
         """Replace the service's weights by base + adapter, as `RolloutClient.refresh_lora`. Otherwise as `refresh`."""
-        pairs, read = await asyncio.to_thread(self._adapters.read, adapter, scale, base)
-        request = RefreshRequest(version, kv, False, read)
-        return await AsyncRefreshHandle(await asyncio.to_thread(self._sender.start, pairs, request, via, timeout))
+        start = self._parts.start_lora
+        return await AsyncRefreshHandle(await asyncio.to_thread(start, adapter, scale, base, version, kv, via, timeout))

@@ -7,21 +7,15 @@ with RolloutClient("tcp://127.0.0.1:5655") as client:
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from rollout.client.base import MEMO_GIB
-from rollout.client.connection import LinkTiming
+from rollout.client.base import BaseClient
+from rollout.client.config import ClientConfig, ClientFields
+from rollout.client.connection import answer
 from rollout.client.handle import Handle
-from rollout.client.lora import AdapterSource
-from rollout.client.proofs import ProvingClient
-from rollout.client.receipts import Receipt
-from rollout.client.refresh import NamedTensors, RefreshHandle, RefreshRequest, answer
-from rollout.client.replaying import Change, Reproduced
-from rollout.client.streams import Generation
+from rollout.client.streams import Generation, finished
 from rollout.client.submission import (
     Samples,
     TokenIds,
@@ -34,106 +28,37 @@ from rollout.client.submission import (
     turn_group,
 )
 from rollout.client.text import Prompt
-from rollout.client.verification import Verified
 from rollout.engine.values import KVPolicy, PartialSample, Refreshed, Sample, Sampling, Tag
-from rollout.transport.sockets import ClientTransport
 from rollout.transport.weights import Via
 
-__all__ = [
-    "Change",
-    "Handle",
-    "PartialSample",
-    "Receipt",
-    "RefreshHandle",
-    "Refreshed",
-    "Reproduced",
-    "RolloutClient",
-    "Sample",
-    "Sampling",
-    "Verified",
-]
+if TYPE_CHECKING:
+    from rollout.client.lora import AdapterSource
+    from rollout.client.receipts import Receipt
+    from rollout.client.refresh import NamedTensors, RefreshHandle
+    from rollout.client.replaying import Change, Reproduced
+    from rollout.client.verification import Verified
 
 
-class RolloutClient(ProvingClient):
+class RolloutClient(BaseClient):
     """Connects to a rollout service. Thread-safe. One background thread sends, receives and exchanges heartbeats, so the
     trainer may compute for as long as it needs.
 
     Args:
         address: as `rollout serve` prints it, e.g. tcp://127.0.0.1:5655, or the path of a connection file (`rollout keys add`),
             which has the address and the keys.
-        name: shown in logs and status.
-        transport: replaces the socket, e.g. `LoopbackService().connect()`.
-        connect_timeout_s: how long the constructor waits for the service, before it raises ServiceLost.
-        link_timeout_s: seconds without a connection after which open groups and calls fail with ServiceLost. A call made
-            without a connection waits as long; calls made during that wait share its deadline. A connection that is restored
-            sooner loses nothing. A stopped process is noticed 4 s before this clock starts.
-        stall_timeout_s: seconds without a message from a connected service after which open groups fail with ServiceLost. A
-            single engine step may take minutes.
-        require_version: oldest weights to sample from. A service with older ones, e.g. after a restart, refuses groups of this
-            client with StaleWeights. It may be set later, e.g. to the version that `refresh` returned; then the service also
-            refuses groups if other weights have that version, as after a restart without a journal.
-        refresh_host: an address of this machine that the service can reach, for refreshes via gloo and nccl; None = the one by
-            which this client reaches the service.
-        budget: maximum tokens of this client in flight: the prompts of its groups that are sent and have not ended, and
-            `max_tokens` of each of their children whose sample has not arrived. Groups over the budget wait in the client,
-            higher priority first, then in order; they start under the weights that are live then. None = only the service's
-            limits. `submit` refuses a group that exceeds the budget alone.
-        restart_timeout_s: replaces `link_timeout_s`, if longer, with `resubmit` or if the service has a journal.
-        resubmit: submit open groups again, with the same seeds, to a service that restarted without them, once its weights are
-            as new as before. Otherwise they fail with ServiceRestarted, as other calls do.
-        tokenizer: for prompts of text and for `decode`: a transformers tokenizer, or where to load one from: a folder, a hub id
-            or smollm2. None = from the service's model, which must then be on this host. Loaded when it is first needed.
-        memo: a folder in which groups with a seed are stored, and from which they are answered when all that decides their
-            samples is the same (docs/memo.md). Without address and transport, the client needs no service: it answers what is
-            in the folder, and other groups fail. Raises ValueError for a folder that is another user's, or is neither empty nor
-            a memo.
-        memo_gib: size of that folder; the answers that were used longest ago are deleted first.
-        timing: further intervals of the connection; the timeouts above replace its own.
-        clock: seconds, as time.monotonic.
-    """
+        config: settings; None = the defaults.
+        fields: of `ClientConfig`, in place of those of `config`: `RolloutClient(address, name="trainer")`.
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str = "",
-        transport: ClientTransport | None = None,
-        connect_timeout_s: float = 10.0,
-        link_timeout_s: float = 4.0,
-        stall_timeout_s: float = 300.0,
-        require_version: int = 0,
-        refresh_host: str | None = None,
-        budget: int | None = None,
-        restart_timeout_s: float = 300.0,
-        resubmit: bool = False,
-        tokenizer: Any = None,
-        memo: str | os.PathLike[str] | None = None,
-        memo_gib: float = MEMO_GIB,
-        timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            address,
-            name=name,
-            transport=transport,
-            connect_timeout_s=connect_timeout_s,
-            link_timeout_s=link_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            require_version=require_version,
-            refresh_host=refresh_host,
-            budget=budget,
-            restart_timeout_s=restart_timeout_s,
-            resubmit=resubmit,
-            tokenizer=tokenizer,
-            memo=memo,
-            memo_gib=memo_gib,
-            timing=timing,
-            clock=clock,
-        )
+    Raises ServiceLost if the service does not answer in time, ValueError for settings out of range, TypeError for an unknown
+    one, naming the nearest."""
+
+    def __init__(self, address: str | None = None, config: ClientConfig | None = None, **fields: Unpack[ClientFields]) -> None:
+        super().__init__(address, config, **fields)
+        wait_s = self._config.connect_timeout_s
         try:
-            self._session.link.first_welcome.result(connect_timeout_s)
+            self._session.link.first_welcome.result(wait_s)
         except TimeoutError:
-            error = self._session.unreachable(connect_timeout_s)
+            error = self._session.unreachable(wait_s)
             self.close()
             raise error from None
         except BaseException:
@@ -303,6 +228,84 @@ class RolloutClient(ProvingClient):
         ids, texts = self._text.ids(prompt), self._text.completion_ids(completions)
         return self._session.submit(scored_group(self._session.group_id(group_id), ids, texts, sampling))
 
+    # proofs
+
+    def verify(
+        self,
+        samples: Samples,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        receipts: Sequence[Receipt] | None = None,
+        timeout: float | None = None,
+    ) -> list[Verified]:
+        """Compute samples of one group again, as one prefill, and draw each token again with its own counter. Returns one
+        result for each sample, in their order. The prompt is prefilled once.
+
+        Args:
+            samples: of this service or another one. Those of other weights or of another arithmetic than this service has now
+                cannot be verified here (`Verified.ok` is None).
+            prompt, sampling: those of their group. With a seed in `sampling`, a child has one right sample; without one, the
+                samples' own seeds are used, and a choice among many of them is not noticed.
+            receipts: one for each sample; None: they were generated with this service's arithmetic and weights.
+            timeout: maximum seconds.
+
+        Raises InvalidRequest for arguments that no group can have, GroupFailed if the service aborted the verification,
+        ServiceLost, RequestTimeout."""
+        given = None if receipts is None else [receipts]
+        mine = [samples] if isinstance(samples, Sample) else samples
+        (verdicts,) = self.verify_groups([mine], [prompt], sampling, receipts=given, timeout=timeout)
+        return verdicts
+
+    def verify_groups(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        receipts: Sequence[Sequence[Receipt]] | None = None,
+        timeout: float | None = None,
+    ) -> list[list[Verified]]:
+        """Verify several groups at once. prompts: one for each group; sampling: for all groups, or one each; timeout: maximum
+        seconds for one group. Otherwise as `verify`."""
+        checks = self._parts.checks(groups, self._text.all_ids(prompts), sampling, receipts)
+        drawn = finished(self._session.compute, [group for check in checks for group in check.groups], timeout)
+        return [check.judge(drawn) for check in checks]
+
+    def replay(
+        self,
+        receipts: Sequence[Receipt],
+        prompts: Sequence[Prompt],
+        *,
+        weights: Mapping[int, NamedTensors] | None = None,
+        ends: Sequence[tuple[int, str]] | None = None,
+        change: Change | None = None,
+        timeout: float | None = None,
+    ) -> list[Reproduced]:
+        """Make samples again from their receipts, and compare them with the digests there. Returns one result for each receipt,
+        in their order. For samples that were generated during refreshes with kv="keep", the refreshes are repeated.
+
+        Args:
+            receipts: of any service of the same arithmetic; those of another one cannot be made here (`Reproduced.equal` is
+                None).
+            prompts: of their groups, in any order; each once.
+            weights: by version, as for `refresh`; not needed for weights that are live. With them, the service is refreshed,
+                and keeps the last ones.
+            ends: number of tokens and finish reason of each sample. Without them, a sample that something outside has ended
+                ("cut", "aborted", …) is made to its own end, and found in it.
+            change: what is other than in the receipts, from a token on.
+            timeout: maximum seconds for one group.
+
+        Raises InvalidRequest for arguments that no group can have, WeightsRefused, ServiceLost, RequestTimeout."""
+        given = {} if weights is None else weights
+        replay = self._parts.replaying(receipts, self._text.all_ids(prompts), given, ends, change)
+
+        def refresh(version: int) -> Refreshed:
+            return self.refresh(given[version], kv="keep")
+
+        replay.run(refresh, lambda groups: finished(self._session.compute, groups, timeout))
+        return replay.results
+
     # the service, for all clients
 
     def status(self, timeout: float = 10.0) -> dict[str, Any]:
@@ -406,7 +409,7 @@ class RolloutClient(ProvingClient):
     ) -> RefreshHandle:
         """Start a `refresh`; returns when the tensors have been read. With shm they may change from then on; otherwise not
         before the handle is done: the digests would differ, and the refresh would be refused."""
-        return self._sender.start(named_tensors, RefreshRequest(version, kv, partial), via, timeout)
+        return self._parts.start_refresh(named_tensors, version, kv, partial, via, timeout)
 
     def refresh_lora(
         self,
@@ -436,5 +439,4 @@ class RolloutClient(ProvingClient):
         Raises WrongBase (a WeightsRefused) if the service's base differs; WeightsRefused for an adapter that cannot be merged
         (DoRA and other variants, embeddings, trained biases, tied weights, quantised layers), naming the fix; otherwise as
         `refresh`."""
-        pairs, read = self._adapters.read(adapter, scale, base)
-        return self._sender.start(pairs, RefreshRequest(version, kv, False, read), via, timeout).result()
+        return self._parts.start_lora(adapter, scale, base, version, kv, via, timeout).result()

@@ -2,92 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from rollout.client.connection import LinkTiming
-from rollout.client.lora import Adapters
-from rollout.client.receipts import Receipt
-from rollout.client.refresh import WeightSender
-from rollout.client.session import ClientSession
+from rollout.client.config import ClientConfig, ClientFields
+from rollout.client.parts import ClientParts, offline_end, open_memo
+from rollout.client.session import ClientSession, end_of
 from rollout.client.submission import TokenIds
 from rollout.client.text import Messages, Prompt, TextCodec
 from rollout.engine.values import Sample, Sampling
 from rollout.transport.messages import Welcome
-from rollout.transport.sockets import ClientTransport
-from rollout.transport.weights.group import own_address
 
 if TYPE_CHECKING:
     from rollout.client.memo import Memo
-    from rollout.client.memo_offline import RefreshRecorder
-
-MEMO_GIB = 50.0
-"""bound of the folder of a memo"""
-
-
-def open_memo(folder: Path, gib: float) -> Memo:
-    """Open a memo. Its code is imported where a client has one. Raises ValueError, OSError."""
-    from rollout.client.memo import Memo
-
-    return Memo(folder, gib)
-
-
-def recorder_of(memo: Memo) -> RefreshRecorder:
-    """Make what stores the refreshes of a client."""
-    from rollout.client.memo_offline import RefreshRecorder
-
-    return RefreshRecorder(memo)
+    from rollout.client.receipts import Receipt
 
 
 class BaseClient:
     """Opens a session, without waiting for the service. The arguments are those of `RolloutClient`."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        *,
-        name: str = "",
-        transport: ClientTransport | None = None,
-        connect_timeout_s: float = 10.0,
-        link_timeout_s: float = 4.0,
-        stall_timeout_s: float = 300.0,
-        require_version: int = 0,
-        refresh_host: str | None = None,
-        budget: int | None = None,
-        restart_timeout_s: float = 300.0,
-        resubmit: bool = False,
-        tokenizer: Any = None,
-        memo: str | os.PathLike[str] | None = None,
-        memo_gib: float = MEMO_GIB,
-        timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        timing = LinkTiming() if timing is None else timing
-        kept = None if memo is None else open_memo(Path(memo), memo_gib)
+    def __init__(self, address: str | None = None, config: ClientConfig | None = None, **fields: Unpack[ClientFields]) -> None:
+        self._config = config = ClientConfig.of(config, fields)
+        memo = None if config.memo is None else open_memo(Path(config.memo), config.memo_gib)
         try:
-            self._session = ClientSession(
-                address,
-                transport,
-                name,
-                budget=budget,
-                require_version=require_version,
-                resubmit=resubmit,
-                timing=timing._replace(link_s=link_timeout_s, stall_s=stall_timeout_s, restart_s=restart_timeout_s),
-                clock=clock,
-                memo=kept,
-            )
+            offline = memo is not None and address is None and config.transport is None
+            end = offline_end(memo) if memo is not None and offline else end_of(address, config.transport)
+            self._session = ClientSession(end, config, memo, offline)
         except BaseException:
-            if kept is not None:
-                kept.close()
+            if memo is not None:
+                memo.close()
             raise
-        self._connect_timeout_s = connect_timeout_s
-        observe = None if kept is None or self._session.offline else recorder_of(kept)
-        self._sender = WeightSender(self._session.link, refresh_host or own_address(self._session.address), observe)
-        self._adapters = Adapters()
-        self._text = TextCodec(tokenizer, lambda: self.info.model)
+        self._parts = ClientParts(self._session, config.refresh_host)
+        self._text = TextCodec(config.tokenizer, lambda: self.info.model)
 
     def __repr__(self) -> str:
         """Describe the client in one line."""
@@ -95,7 +41,7 @@ class BaseClient:
 
     def _close(self) -> None:
         self._session.close()
-        self._sender.close()
+        self._parts.close()
 
     @property
     def info(self) -> Welcome:
@@ -123,7 +69,7 @@ class BaseClient:
     def receipt(self, sample: Sample, prompt: Prompt, sampling: Sampling) -> Receipt:
         """Return all that a sample of this service is a function of. prompt, sampling: those of its group. Raises
         InvalidRequest for a prompt of another length, and for a sample whose tokens were given."""
-        return self._session.receipt(sample, self._text.ids(prompt), sampling)
+        return self._parts.receipt(sample, self._text.ids(prompt), sampling)
 
     # texts
 

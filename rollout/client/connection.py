@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 from rollout.engine.values import Limits
-from rollout.transport.errors import NotBelieved
+from rollout.transport.errors import NotBelieved, RequestTimeout
 from rollout.transport.frames import Frame, frame_bytes
 from rollout.transport.messages import UNTAKEN_BYTES, Ack, Welcome
 
@@ -229,3 +230,14 @@ def check_same_service(old: Welcome | None, new: Welcome) -> None:
     for name in FACTS:
         if getattr(old, name) != getattr(new, name):
             raise NotBelieved(f"{name} of the service changed from {getattr(old, name)!r:.80} to {getattr(new, name)!r:.80}")
+
+
+def answer(future: Future[T], timeout: float | None, what: str) -> T:
+    """Wait for the answer to a request. Raises RequestTimeout after `timeout` seconds; the request is not repeated then."""
+    try:
+        return future.result(timeout)
+    except RequestTimeout:
+        raise
+    except TimeoutError:
+        future.cancel()
+        raise RequestTimeout(f"no {what} within {timeout:.3g} s") from None

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, Union, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union, get_args
 
 import msgspec
 import numpy as np
 
+from rollout.client.connection import answer
 from rollout.client.link import Link
 from rollout.engine.values import Adapter, KVPolicy, Limits, Refreshed, Served, manifest_digest
 from rollout.logs import logger
@@ -37,16 +38,16 @@ from rollout.transport.errors import (
     SourceUnreachable,
     WeightsRefused,
 )
-from rollout.transport.weights import Sender, Via, transports
+from rollout.transport.weights import Via
+from rollout.transport.weights.ends import Sender
 from rollout.transport.weights.manifest import pack_manifest, pack_targets
+from rollout.transport.weights.sending import transports
 from rollout.transport.weights.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
 
 NamedTensors = Union["torch.nn.Module", Mapping[str, Any], Iterable[tuple[str, Any]], str, os.PathLike[str]]
-
-T = TypeVar("T")
 
 log = logger(__name__)
 
@@ -275,14 +276,3 @@ def device_digests() -> Callable[[Sequence[Any]], list[str]] | None:
     except ImportError:
         return None
     return digests_of if has_triton() else None
-
-
-def answer(future: Future[T], timeout: float | None, what: str) -> T:
-    """Wait for the answer to a request. Raises RequestTimeout after `timeout` seconds; the request is not repeated then."""
-    try:
-        return future.result(timeout)
-    except RequestTimeout:
-        raise
-    except TimeoutError:
-        future.cancel()
-        raise RequestTimeout(f"no {what} within {timeout:.3g} s") from None

@@ -335,6 +335,7 @@ class Replay:
         ]
         for child in self._children:
             self._refuse(child)
+        self._steps = self._all_steps()
 
     @property
     def results(self) -> list[Reproduced]:
@@ -345,11 +346,18 @@ class Replay:
 
     def run(self, refresh: Callable[[int], Refreshed], generate: Callable[[list[Group]], list[Sample]]) -> None:
         """Do all steps. refresh: makes the weights of a version live and keeps KV; generate: runs groups."""
-        steps, done = self.steps(), None
-        while (step := next_step(steps, done)) is not None:
+        done: Refreshed | list[Sample] | None = None
+        while (step := self.next_step(done)) is not None:
             done = refresh(step.version) if isinstance(step, MakeLive) else generate(step)
 
-    def steps(self) -> Steps:
+    def next_step(self, done: Refreshed | list[Sample] | None) -> Step | None:
+        """Return what to do next; None: everything is done. done: the result of the step before; None: there was none."""
+        try:
+            return next(self._steps) if done is None else self._steps.send(done)
+        except StopIteration:
+            return None
+
+    def _all_steps(self) -> Steps:
         """Yield what to do: refreshes and groups."""
         alone: list[Child] = []
         for first in range(0, len(self._children), MOST_AT_ONCE):
@@ -428,14 +436,6 @@ class Replay:
             child.unknown(f"the bits of arithmetic {receipt.arithmetic} depend on the batch")
         if not self._way.pinned_s and any(stage.kv != "fresh" for stage in child.stages):
             child.unknown("it needs KV that is kept over a refresh, and Limits.max_kv_ttl_s is 0 here")
-
-
-def next_step(steps: Steps, done: Refreshed | list[Sample] | None) -> Step | None:
-    """Return what to do next; None: everything is done. done: the result of the step before; None: there was none."""
-    try:
-        return next(steps) if done is None else steps.send(done)
-    except StopIteration:
-        return None
 
 
 def check_change(change: Change) -> None:

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollout.client.connection import LinkTiming
+from rollout.client.config import ClientConfig
 from rollout.client.handle import Handle, OnChange, OpenHandle, answered, refused
 from rollout.client.link import Link
-from rollout.client.receipts import Receipt, receipt_of
-from rollout.client.replaying import TTL_S, Change, Replay, Way
-from rollout.client.submission import TokenIds, check_budget, check_configuration, checked, seeded, sendable, token_array
-from rollout.client.verification import GroupCheck, Here
-from rollout.engine.values import Group, Limits, Sample, Sampling, Served, Tag
+from rollout.client.submission import check_budget, check_configuration, seeded, sendable
+from rollout.engine.values import Group, Limits, Sample, Served, Tag
 from rollout.identity import WORDS
 from rollout.transport import messages as m
 from rollout.transport.errors import GroupFailed, InvalidRequest, ServiceLost
@@ -34,36 +30,23 @@ class ClientSession:
     """A session with one service. Thread-safe.
 
     Args:
-        address, transport: one of the two, as for `RolloutClient`.
-        name, budget, require_version, resubmit: as for `RolloutClient`.
-        timing: timeouts and intervals.
-        clock: seconds, as time.monotonic.
-        memo: answers groups that were had before; without address and transport, it is all there is."""
+        end: of the connection.
+        config: settings; what is about the memo, the address and texts is for the caller.
+        memo: answers groups that were had before.
+        offline: the memo is all there is."""
 
-    def __init__(
-        self,
-        address: str | None,
-        transport: ClientTransport | None = None,
-        name: str = "",
-        *,
-        budget: int | None = None,
-        require_version: int = 0,
-        resubmit: bool = False,
-        timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        memo: Memo | None = None,
-    ) -> None:
-        if budget is not None and budget < 1:
-            raise ValueError(f"budget={budget}: must be None (no bound) or a positive number of tokens")
-        self.memo = memo
-        self.offline = memo is not None and address is None and transport is None
-        self._end = end = offline_end(memo) if memo is not None and self.offline else end_of(address, transport)
+    def __init__(self, end: ClientTransport, config: ClientConfig, memo: Memo | None = None, offline: bool = False) -> None:
+        self.memo, self.offline = memo, offline
+        self._end = end
         self.address = end.address
-        self._budget = budget
-        self._resubmit = resubmit
+        self._budget = config.budget
+        self._resubmit = config.resubmit
         self._ids, self._serials = itertools.count(), itertools.count(1)
-        self._required = Served(require_version)
-        self.link = Link(end, secrets.token_hex(16), name, timing, budget=budget, resubmit=resubmit, clock=clock)
+        self._required = Served(config.require_version)
+        self.link = Link(
+            end, secrets.token_hex(16), config.name, config.intervals, budget=config.budget, resubmit=config.resubmit,
+            clock=config.clock,
+        )  # fmt: skip
         if memo is not None and not self.offline:
             self.link.first_welcome.add_done_callback(partial(note_welcome, memo))
 
@@ -137,46 +120,6 @@ class ClientSession:
         self.link.submit(handle)
         return handle
 
-    def receipt(self, sample: Sample, prompt: TokenIds, sampling: Sampling) -> Receipt:
-        """Make the receipt of a sample. Raises InvalidRequest."""
-        return receipt_of(sample, prompt, checked(sampling), self.info, self.link.weights.digest)
-
-    def checks(
-        self,
-        groups: Sequence[Sequence[Sample]],
-        prompts: Sequence[TokenIds],
-        sampling: Sampling | Sequence[Sampling],
-        receipts: Sequence[Sequence[Receipt]] | None,
-    ) -> list[GroupCheck]:
-        """Make the checks of groups of samples. Raises InvalidRequest."""
-        samplings = [sampling] * len(groups) if isinstance(sampling, Sampling) else list(sampling)
-        own = [None] * len(groups) if receipts is None else list(receipts)
-        if not len(groups) == len(prompts) == len(samplings) == len(own):
-            raise InvalidRequest(
-                f"{len(groups)} groups of samples, {len(prompts)} prompts, {len(samplings)} samplings, {len(own)} lists of "
-                "receipts: must be as many"
-            )
-        weights = self.link.weights
-        here = Here(self.info, weights.live.version, weights.digest)
-        return [
-            GroupCheck(mine, prompt, one, given, here, lambda: self.group_id(None))
-            for mine, prompt, one, given in zip(groups, prompts, samplings, own, strict=True)
-        ]
-
-    def replaying(
-        self,
-        receipts: Sequence[Receipt],
-        prompts: Sequence[TokenIds],
-        known: Iterable[int],
-        ends: Sequence[tuple[int, str]] | None,
-        change: Change | None,
-    ) -> Replay:
-        """Make the replay of receipts. known: versions whose weights were given. Raises InvalidRequest."""
-        weights, most = self.link.weights, self.info.limits.max_kv_ttl_s
-        here = Here(self.info, weights.live.version, weights.digest)
-        way = Way(here, frozenset(known), min(TTL_S, most), lambda: self.group_id(None))
-        return Replay(receipts, [token_array(prompt) for prompt in prompts], way, ends, change)
-
     def status(self) -> Future[dict[str, Any]]:
         """Ask for the service's status."""
         return self.link.request(m.StatusRequest)
@@ -230,14 +173,6 @@ def note_welcome(memo: Memo, first: Future[m.Welcome]) -> None:
     """Store how the service describes itself."""
     if not first.cancelled() and first.exception() is None:
         memo.welcomed(first.result())
-
-
-def offline_end(memo: Memo) -> ClientTransport:
-    """Return the end of a connection to the recorded service. Its code is imported where a client is offline. Raises ValueError
-    if none was recorded."""
-    from rollout.client.memo_offline import OfflineEnd
-
-    return OfflineEnd(memo)
 
 
 def end_of(address: str | None, transport: ClientTransport | None) -> ClientTransport:

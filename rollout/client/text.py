@@ -12,12 +12,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from rollout.client.parts import token_text
 from rollout.client.submission import TokenIds
-from rollout.client.token_text import TokenText, visible
 from rollout.engine.values import Sample
 from rollout.transport.errors import InvalidRequest, NoTokenizer
+
+if TYPE_CHECKING:
+    from rollout.client.token_text import TokenText
 
 Messages = Sequence[Mapping[str, Any]]
 """a conversation as chat templates take it: [{"role": "user", "content": "…"}, …]"""
@@ -99,15 +102,15 @@ class TextCodec:
         return self._encoded(rest, special=False)
 
     def decode(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-        """Return the text of a sample, see `text_of`. Raises InvalidRequest for what is no sample, NoTokenizer."""
+        """Return the text of a sample (`TokenText.sample_text`). Raises InvalidRequest for what is no sample, NoTokenizer."""
         if not isinstance(sample, Sample):
             raise InvalidRequest(
                 f"a {type(sample).__name__} is not a Sample: decode token ids with client.tokenizer.decode(ids)"
             )
         with self._lock:
             if self._texts is None:
-                self._texts = TokenText(self.tokenizer)
-        return text_of(self._texts, sample, skip_special=skip_special, keep_stop=keep_stop)
+                self._texts = token_text(self.tokenizer)
+        return self._texts.sample_text(sample, skip_special=skip_special, keep_stop=keep_stop)
 
     def _encoded(self, text: str, special: bool) -> list[int]:
         with self._lock:
@@ -149,15 +152,3 @@ def load(name: str) -> Any:
             f"no tokenizer for the model {name!r} on this host: {error}; give RolloutClient(tokenizer=…) its folder or hub id, "
             "or give token ids"
         ) from error
-
-
-def text_of(tokenizer: Any, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
-    """Return the text of a sample, without the stop string that ended it.
-
-    Args:
-        tokenizer: of transformers, or a `TokenText`, which is made once for many samples.
-        skip_special: without special tokens.
-        keep_stop: keep the stop string."""
-    texts = tokenizer if isinstance(tokenizer, TokenText) else TokenText(tokenizer)
-    text = visible(texts.sample_parts(sample, keep_stop), skip_special)
-    return texts.begun(text, sample.token_ids.tolist())

@@ -145,6 +145,14 @@ class TokenText:
             return parts
         return cut(parts, sample.text_end + (len(sample.stopped_by) if keep_stop else 0))
 
+    def sample_text(self, sample: Sample, *, skip_special: bool = True, keep_stop: bool = False) -> str:
+        """Return the text of a sample, without the stop string that ended it.
+
+        Args:
+            skip_special: without special tokens.
+            keep_stop: keep the stop string."""
+        return self.begun(visible(self.sample_parts(sample, keep_stop), skip_special), sample.token_ids.tolist())
+
 
 def visible(parts: Iterable[TextPiece], skip_special: bool) -> str:
     """Join parts, without those of special tokens if `skip_special`."""

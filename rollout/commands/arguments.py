@@ -328,11 +328,9 @@ class HttpArgs(msgspec.Struct, kw_only=True):
     """lowest level of what is logged to standard error"""
 
 
-class BenchArgs(msgspec.Struct, kw_only=True):
-    """Run named workloads through the whole service and print a table."""
+class MeasureArgs(msgspec.Struct, kw_only=True):
+    """What every benchmark has options for."""
 
-    names: tyro.conf.Positional[tuple[str, ...]]
-    """workloads; an unknown name prints the list"""
     model: str = "smollm2"
     """smollm2, a folder, a Hugging Face Hub id, or shape:NAME"""
     in_process: bool = False
@@ -340,7 +338,7 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     scale: float = 1.0
     """factor on prompt and output lengths (at least one block each, unless the workload has less)"""
     repeat: int = 3
-    """runs per workload; the summary has their median"""
+    """runs of each; the summary has their median"""
     json_file: Annotated[str | None, tyro.conf.arg(name="json")] = None
     """write one JSON object per run and per workload to this file; - = standard output"""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -351,7 +349,21 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     kv_dtype: Annotated[KVName, tyro.conf.arg(name="engine.kv-dtype")] = "auto"
     """KV dtype of the service, as in `rollout serve`"""
     device: str = "cpu"
-    """device of workloads and `sharing`; cuda needs a GPU"""
+    """device of what can run on several; cuda needs a GPU"""
+
+
+DEVELOPERS = (
+    "batch_invariance", "conversations", "delta", "experts", "fleet", "int8", "keys", "lora", "neighbour", "products", "replay",
+    "score", "sharing", "train_step", "trust", "turns", "vanish", "verify",
+)  # fmt: skip
+"""benchmarks that `python -m tests.bench` runs"""
+
+
+class BenchArgs(MeasureArgs, kw_only=True):
+    """Measure this machine: named workloads through the whole service, or fidelity, host, http or refresh."""
+
+    names: tyro.conf.Positional[tuple[str, ...]]
+    """workloads and measurements; an unknown name prints the list"""
     compare: bool = True
     """for workloads with a small KV pool: also run with a large pool and without offload, and print the ratios"""
     unshared: bool = False
@@ -365,12 +377,8 @@ class BenchArgs(msgspec.Struct, kw_only=True):
     the path of its folder, with a slash"""
     floor: bool = False
     """measure the hardware bound of each workload and print the fraction reached; --against does so too"""
-    replicas: int = 2
-    """replicas in the `fleet`, `trust` and `vanish` benchmarks"""
     tp: int = 1
     """ranks that run the engine of workloads, which share its threads; then one rank with all threads runs in turn"""
-    trace: str = ""
-    """a file of recorded lengths for `turns` to replay; rollout/bench/trace.py describes its lines"""
 
 
 Command = (
@@ -433,7 +441,7 @@ DESCRIPTIONS = {
     "ledger": "show what a run has recorded",
     "bisect": "find the first difference of two runs",
     "replay": "make the samples of a step again from a ledger",
-    "bench": "run named workloads and print a table",
+    "bench": "measure this machine: named workloads, fidelity, host, http, refresh",
     "demo": "start a small model and print its answers",
 }
 
@@ -446,7 +454,8 @@ def parse(argv: list[str]) -> Command:
     """Parse the command line: flags override the TOML file of `--config`, and the file overrides the defaults.
 
     Raises:
-        InputError: the file cannot be read or is invalid, or a flag has a value that is not accepted.
+        InputError: the file cannot be read or is invalid, a flag has a value that is not accepted, or a benchmark is for
+            developers.
         UsageError: an unknown command, flag or word.
         SystemExit: status 2 after printing another usage error, or 0 after `--help`.
     """
@@ -469,6 +478,8 @@ def parse(argv: list[str]) -> Command:
         )
     except ValueError as error:  # of a struct that checks itself, such as `Sampling`
         raise InputError(str(error)) from None
+    if isinstance(args, BenchArgs) and (moved := next((name for name in args.names if name in DEVELOPERS), None)):
+        raise InputError(f"{moved} is for developers: in a checkout, `python -m tests.bench {moved}` measures it")
     if unknown:
         raise UsageError(unknown_words(argv[0], unknown, flags_of(named[argv[0]])))
     asked = any(word.replace("_", "-").startswith("--engine.weight-offload.") for word in argv)

@@ -22,7 +22,6 @@ import msgspec
 from tqdm import tqdm
 
 from rollout import models
-from rollout.client.text import text_of
 from rollout.client.token_text import TokenText
 from rollout.commands.connecting import connected
 from rollout.commands.interrupt import INTERRUPTED
@@ -225,13 +224,13 @@ def prompt_of(tokenizer: Any, line: PromptLine, id: str, number: int) -> Prompt:
     return Prompt(id, tokenizer.decode(token_ids) if line.prompt is None else line.prompt, token_ids)
 
 
-def record(sample: Sample, tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """Return the JSON object of one sample. tokenizer: as of `text_of`."""
+def record(sample: Sample, texts: TokenText, prompt: str) -> dict[str, Any]:
+    """Return the JSON object of one sample."""
     return {
         "group_id": sample.group_id,
         "index": sample.index,
         "prompt": prompt,
-        "text": text_of(tokenizer, sample),
+        "text": texts.sample_text(sample),
         "token_ids": sample.token_ids.tolist(),
         "logprobs": sample.logprobs.tolist(),
         "finish_reason": sample.finish_reason,

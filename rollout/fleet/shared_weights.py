@@ -15,7 +15,8 @@ import numpy as np
 from rollout.engine.values import Adapter, KVPolicy, TensorInfo
 from rollout.transport.errors import WeightsRefused, WrongBase
 from rollout.transport.weights.files import DTYPES
-from rollout.transport.weights.shm import Segment, ShmOffer
+from rollout.transport.weights.offers import ShmOffer
+from rollout.transport.weights.shm import Segment
 
 WIDTHS = dict(DTYPES.values())
 """bytes of an element, by dtype"""

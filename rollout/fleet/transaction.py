@@ -22,8 +22,9 @@ from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import check_refreshed
 from rollout.transport.errors import InvalidRequest, WeightsRefused
-from rollout.transport.weights.inline import InlineOffer, chunks
+from rollout.transport.weights.inline import chunks
 from rollout.transport.weights.manifest import pack_manifest, pack_targets
+from rollout.transport.weights.offers import InlineOffer
 from rollout.transport.weights.shm import host_key
 
 REPEAT_S = 5.0

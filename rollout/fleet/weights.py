@@ -26,7 +26,8 @@ from rollout.fleet.transaction import ReplicaTransaction, sees_memory
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.errors import Busy, SourceUnreachable, WeightsRefused
-from rollout.transport.weights.shm import Segment, SegmentView, ShmOffer
+from rollout.transport.weights.offers import ShmOffer
+from rollout.transport.weights.shm import Segment, SegmentView
 
 MAX_WIDTH = 4
 """largest ratio of a payload's bytes to the model's: float64 for bfloat16"""

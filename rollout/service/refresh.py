@@ -32,9 +32,10 @@ from rollout.service.weight_reader import WeightReader
 from rollout.transport import messages as m
 from rollout.transport.errors import Busy, GroupFailed, RolloutError, WeightsRefused, WrongBase, copy_of
 from rollout.transport.frames import pack
-from rollout.transport.weights import Payload, open_payload
+from rollout.transport.weights.ends import Payload
 from rollout.transport.weights.inline import WINDOW_BYTES
 from rollout.transport.weights.manifest import unpack_manifest, unpack_targets
+from rollout.transport.weights.receiving import open_payload
 from rollout.transport.weights.shm import SegmentView
 
 MAX_REQUESTS = 1024

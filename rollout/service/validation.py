@@ -10,7 +10,7 @@ from rollout.service.session import Session
 from rollout.transport import messages as m
 from rollout.transport.columns import positions_per_frame, unpack_partials
 from rollout.transport.errors import Busy, InvalidRequest, LimitExceeded, VersionMismatch
-from rollout.transport.weights import capabilities
+from rollout.transport.weights.receiving import capabilities
 
 
 def check_hello(hello: m.Hello, limits: Limits) -> set[bytes]:

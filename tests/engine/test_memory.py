@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rollout.engine.config import EngineConfig
+from rollout.engine.config import AdvancedConfig, EngineConfig
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.devices import resolved
 from rollout.engine.kv import sizing as sizes
@@ -75,7 +75,9 @@ def test_the_device_gives_the_sizes_of_a_step(given: dict[str, int], chosen: tup
     """Where the configuration does not say; on the CPU 256 and 1,024, and tokens for all sequences either way."""
     config: EngineConfig = resolved(EngineConfig(**given), cast(Any, DeviceOf(sizes=(1024, 8192))))
     assert (config.max_num_seqs, config.max_batch_tokens) == (config.most_seqs, config.most_tokens) == chosen
-    assert config.advanced.copy_ahead and config.advanced.mirror_ahead
+    assert config.advanced.copy_ahead and not config.advanced.mirror_ahead
+    asked = EngineConfig(advanced=AdvancedConfig(mirror_ahead=True), **given)
+    assert resolved(asked, cast(Any, DeviceOf(sizes=(1024, 8192)))).advanced.mirror_ahead
     on_cpu = EngineConfig(**given)
     assert on_cpu.most_seqs == given.get("max_num_seqs", 256) and on_cpu.most_tokens >= on_cpu.most_seqs
 

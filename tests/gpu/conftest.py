@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rollout.bench.by_hand import release
 from rollout.engine.cuda import tiles
+from tests.bench.by_hand import release
 from tests.support.on_device import DEVICE
 
 

@@ -8,9 +8,7 @@ import torch
 
 from rollout.engine.cuda import exact
 from rollout.engine.cuda.library_products import TILED_ROWS, PaddedProduct, by_library, by_rows, library_version, proven
-from rollout.engine.cuda.prompts import cudnn_prompts
 from rollout.engine.cuda.proofs import Unproven, WeightShape, numbers, prove_row_invariant
-from rollout.engine.forward.attention import StepCapacity
 from tests.support.on_device import needs_cuda
 
 SHAPES = [WeightShape((2048, 1024, 1024), 1024), WeightShape((3072, 3072), 1024), WeightShape((1024,), 3072)]
@@ -43,9 +41,3 @@ def test_what_is_proven_of_tiles_by_rows_holds() -> None:
     x, weight = numbers(3000, 1024, 7, like), numbers(1000, 1024, 8, like)
     for rows in (1, 40, 64, 65, 500, 3000):
         assert torch.equal(by_rows(x[:rows], weight), exact.product(x[:rows], weight))
-
-
-def test_cudnn_takes_the_heads_of_common_models() -> None:
-    for q_heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (16, 2, 64), (32, 32, 128)):
-        capacity = StepCapacity(8192, 256, 640, q_heads, kv_heads, dim, 2)
-        cudnn_prompts().try_out(capacity, torch.bfloat16, torch.device("cuda"))

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from rollout.bench.by_hand import release
 from rollout.client.refresh import WeightSender
 from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.memory import CudaMemory
@@ -31,9 +30,12 @@ from rollout.engine.weights.live import Weights
 from rollout.transport.errors import SourceUnreachable
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.messages import Begin
-from rollout.transport.weights import Payload, capabilities, cuda_ipc, open_payload
+from rollout.transport.weights import cuda_ipc
+from rollout.transport.weights.ends import Payload
 from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
+from rollout.transport.weights.receiving import capabilities, open_payload
 from rollout.transport.weights.shm import SegmentView
+from tests.bench.by_hand import release
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rollout import RolloutClient, ledger
-from rollout.bench import replay
 from rollout.config import InputError
 from rollout.engine.engine import Engine
 from rollout.engine.values import Sample, Sampling
@@ -20,6 +19,7 @@ from rollout.exact import use_exact
 from rollout.ledger.bisect import bisect
 from rollout.ledger.writer import LedgerWriter
 from rollout.recipes import grpo
+from tests.bench import replay
 from tests.support.bench import bench_rows
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving

@@ -154,6 +154,6 @@ def test_what_no_checkout_can_be_compared_in_is_refused(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other", "")
     with pytest.raises(InputError, match="no checkout of this project"):
         against.parse(str(tmp_path))
-    for names, more in (("keys",), {}), (("fanout",), {"floor": True}), (("fanout",), {"unshared": True}):
+    for names, more in (("host",), {}), (("fanout",), {"floor": True}), (("fanout",), {"unshared": True}):
         with pytest.raises(InputError, match="compares workloads: leave"):
             run(BenchOptions(names, against=str(other), **more))

@@ -578,7 +578,7 @@ def test_two_loops_share_a_client(connect: Connect) -> None:
 
 
 def test_conversations_in_one_loop(tiny_service: str) -> None:
-    """Their number, and that of the threads; `rollout bench conversations` measures the rate."""
+    """Their number, and that of the threads; `python -m tests.bench conversations` measures the rate."""
     sampling = Sampling(max_tokens=4, ignore_eos=True, kv_ttl_s=60.0)
 
     async def converse(client: AsyncRolloutClient, number: int) -> int:

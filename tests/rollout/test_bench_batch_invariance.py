@@ -1,4 +1,4 @@
-"""`rollout bench batch_invariance` in small."""
+"""`python -m tests.bench batch_invariance` in small."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.bench import batch_invariance
-from rollout.bench.batch_invariance import Batches, bits_of, run_batches, summarise
 from rollout.bench.harness import BenchFailed, Row
 from rollout.bench.inputs import RandomText
 from rollout.engine.values import Sample, Sampling
+from tests.bench import batch_invariance
+from tests.bench.batch_invariance import Batches, bits_of, run_batches, summarise
 from tests.support.bench import bench_rows
 
 SMALL = Batches(24, 40, 8, RandomText(50))

@@ -1,4 +1,4 @@
-"""`rollout bench conversations` in small."""
+"""`python -m tests.bench conversations` in small."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import BenchOptions, conversations, run
 from rollout.bench.harness import BenchFailed
 from rollout.config import InputError
-from tests.support.bench import bench_rows
+from tests.bench import conversations
+from tests.support.bench import bench_rows, run_named
 
 
 def test_all_conversations_end_in_one_loop(tmp_path: Path) -> None:
@@ -27,4 +27,4 @@ def test_missing_tokens_are_a_failure() -> None:
 
 def test_conversations_need_two_processes() -> None:
     with pytest.raises(InputError, match="in-process"):
-        run(BenchOptions(("conversations",), in_process=True))
+        run_named(("conversations",), in_process=True)

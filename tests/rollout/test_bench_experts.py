@@ -1,4 +1,4 @@
-"""`rollout bench experts` in small."""
+"""`python -m tests.bench experts` in small."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.bench import experts, routes
 from rollout.engine.cpu.isa import best
 from rollout.engine.forward.shapes import SHAPES, PublishedShape
 from rollout.engine.values import Sample
+from tests.bench import experts, routes
 from tests.support.bench import bench_rows
 
 TINY = {

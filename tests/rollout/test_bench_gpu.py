@@ -1,4 +1,4 @@
-"""`rollout.bench.gpu` in small, on the CPU: every part runs, and what goes wrong in one is told and ends no other."""
+"""`tests.bench.gpu` in small, on the CPU: every part runs, and what goes wrong in one is told and ends no other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.bench import against, by_hand, gpu, gpu_kernels, gpu_runs, runner
-from rollout.bench.gpu import main, measure
-from rollout.bench.gpu_bench import QUICK, Args, Bench, ForwardCost, GpuBenchSizes, beside_limit
+from rollout.bench import against, runner
 from rollout.bench.harness import PeerFailed
 from rollout.bench.inputs import RandomText
 from rollout.bench.workloads import Workload
@@ -25,6 +23,9 @@ from rollout.engine.forward.shapes import configuration
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
+from tests.bench import by_hand, gpu, gpu_kernels, gpu_runs
+from tests.bench.gpu import main, measure
+from tests.bench.gpu_bench import QUICK, Args, Bench, ForwardCost, GpuBenchSizes, beside_limit
 
 STAND_IN = """
 import time

@@ -1,4 +1,4 @@
-"""`rollout bench int8` in small."""
+"""`python -m tests.bench int8` in small."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.bench import int8
 from rollout.engine.forward.arithmetic import INT8
 from rollout.engine.values import Group, Sampling
+from tests.bench import int8
 from tests.support.bench import bench_rows
 from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny_engine

@@ -1,4 +1,4 @@
-"""`rollout bench keys` in small."""
+"""`python -m tests.bench keys` in small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout bench neighbour` in small."""
+"""`python -m tests.bench neighbour` in small."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import neighbour
 from rollout.bench.harness import BenchFailed
+from tests.bench import neighbour
 from tests.support.bench import bench_rows
 
 

@@ -1,4 +1,4 @@
-"""`rollout bench products` in small."""
+"""`python -m tests.bench products` in small."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import products
 from rollout.engine.cpu.isa import best
+from tests.bench import products
 from tests.support.bench import bench_rows
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.bench import BenchOptions, refresh, run
 from rollout.config import InputError
-from tests.support.bench import bench_rows
+from tests.support.bench import bench_rows, run_named
 
 
 def test_bench_refresh_prints_the_ratios(
@@ -54,4 +54,4 @@ def test_delta_sends_what_has_changed(tiny_model: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize("name", ["lora", "delta"])
 def test_what_goes_between_processes(name: str) -> None:
     with pytest.raises(InputError, match="in several processes"):
-        run(BenchOptions((name,), model="x", in_process=True))
+        run_named((name,), model="x", in_process=True)

@@ -1,4 +1,4 @@
-"""`rollout bench sharing` in small, and that it notices what it must."""
+"""`python -m tests.bench sharing` in small, and that it notices what it must."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.bench import BenchOptions, by_hand, run, sharing
+from rollout.bench import BenchOptions, run
 from rollout.bench.harness import BenchFailed
-from rollout.bench.sharing import PrefixShape, measure, tables
 from rollout.config import InputError
 from rollout.engine.config import EngineConfig, KVName
 from rollout.engine.forward.model import Model, open_model
 from rollout.engine.kv.pages import keys_and_values
 from rollout.engine.memory import HostMemory
-from tests.support.bench import bench_rows
+from tests.bench import by_hand, sharing
+from tests.bench.sharing import PrefixShape, measure, tables
+from tests.support.bench import bench_rows, run_named
 
 SMALL = PrefixShape(groups=2, children=3, prefix=96, suffix=40)
 CONFIG = EngineConfig(dtype="float32", threads=1)
@@ -130,7 +131,7 @@ def test_a_step_by_hand_is_a_step_of_the_engine(model: Model) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="--device cuda: torch .* finds no CUDA device"):
-        run(BenchOptions(("sharing",), model="x", device="cuda"))
+        run_named(("sharing",), model="x", device="cuda")
 
 
 def test_what_measures_the_cpu_is_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`rollout bench turns --trace` in small."""
+"""`python -m tests.bench turns --trace` in small."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollout.bench import BenchOptions, run
 from rollout.bench.report import ROOT
-from rollout.bench.trace import read_trace
 from rollout.config import InputError
-from tests.support.bench import bench_rows
+from tests.bench.trace import read_trace
+from tests.support.bench import bench_rows, run_named
 
-SHIPPED = ROOT / "rollout/bench/trace.jsonl"
+SHIPPED = ROOT / "tests/bench/trace.jsonl"
 
 
 def written(folder: Path, *lines: dict[str, Any] | str) -> Path:
@@ -77,4 +76,4 @@ def test_traces_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no streams"):
         read_trace(str(written(tmp_path, "")))
     with pytest.raises(InputError, match="only `turns` replays a trace"):
-        run(BenchOptions(("score",), model="x", trace="t.jsonl"))
+        run_named(("score",), model="x", trace="t.jsonl")

@@ -1,4 +1,4 @@
-"""`rollout bench train_step` in small: a process for each instruction set, JSON that adds up, gradients that are right."""
+"""`python -m tests.bench train_step` in small: a process for each instruction set, JSON that adds up, right gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import BenchOptions, train_step
 from rollout.bench.harness import BenchFailed, BenchSetup
 from rollout.engine.cpu.isa import best, here
+from tests.bench import train_step
+from tests.bench.options import DeveloperOptions
 from tests.support.bench import bench_rows
 
 
@@ -37,7 +38,7 @@ def test_bench_train_step_prints_its_rows(tiny_model: Path, tmp_path: Path, monk
 
 
 def test_a_process_that_ends_is_no_result(tiny_model: Path) -> None:
-    setup = BenchSetup(BenchOptions(("train_step",), model=str(tiny_model), scale=0.1, repeat=1, threads=1))
+    setup = BenchSetup(DeveloperOptions(("train_step",), model=str(tiny_model), scale=0.1, repeat=1, threads=1))
     assert setup.text is not None and setup.folder is not None
     setup.folder = tiny_model / "nowhere"
     with pytest.raises(BenchFailed, match="ended with status 1; standard error has why"):

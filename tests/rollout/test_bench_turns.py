@@ -1,4 +1,4 @@
-"""`rollout bench turns` in small."""
+"""`python -m tests.bench turns` in small."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import BenchOptions, run, turns
 from rollout.config import InputError
-from tests.support.bench import bench_rows
+from tests.bench import turns
+from tests.support.bench import bench_rows, run_named
 
 
 @pytest.mark.long
@@ -29,4 +29,4 @@ def test_turns_prefill_what_is_new(
 
 def test_turns_need_two_processes() -> None:
     with pytest.raises(InputError, match="in-process"):
-        run(BenchOptions(("turns",), model="x", in_process=True))
+        run_named(("turns",), model="x", in_process=True)

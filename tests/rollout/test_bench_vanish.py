@@ -1,4 +1,4 @@
-"""`rollout bench vanish` and `rollout bench trust` in small, and what their rows say."""
+"""`python -m tests.bench vanish` and `python -m tests.bench trust` in small, and what their rows say."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.bench import BenchOptions, trust, vanish
 from rollout.bench.harness import BenchFailed, BenchSetup
 from rollout.bench.inputs import save_tiny
 from rollout.engine.values import Sample
+from tests.bench import trust, vanish
+from tests.bench.options import DeveloperOptions
 
 
 def sample(index: int, reason: str = "length") -> Sample:
@@ -37,7 +38,7 @@ def test_what_was_lost_and_what_differs_is_counted() -> None:
 @pytest.mark.timeout(900)
 def test_no_sample_is_lost_with_its_machine(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", 256, 259, "float32")
-    options = BenchOptions(("vanish",), model=str(model), scale=4.0, dtype="float32", threads=1)
+    options = DeveloperOptions(("vanish",), model=str(model), scale=4.0, dtype="float32", threads=1)
     *rows, summary = vanish.measure(BenchSetup(options))
     assert summary["kills"] >= 2 and (summary["lost"], summary["different"]) == (0, 0)
     assert [row["run"] for row in rows] == ["calm", "begin_again", "continue"]
@@ -54,7 +55,7 @@ def test_a_lie_of_an_honest_replica_ends_the_benchmark() -> None:
 @pytest.mark.timeout(900)
 def test_what_verification_costs(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", 64, 259, "float32")
-    options = BenchOptions(("trust",), model=str(model), scale=0.25, repeat=1, dtype="float32", threads=1)
+    options = DeveloperOptions(("trust",), model=str(model), scale=0.25, repeat=1, dtype="float32", threads=1)
     *rows, summary = trust.measure(BenchSetup(options))
     assert [row["share"] for row in rows] == list(trust.SHARES) and summary["verified"]["1.0"] > 0
     assert summary["skipped"] == {"0.05": 0, "1.0": 0} and all(ratio > 0 for ratio in summary["cpu_ratio"].values())

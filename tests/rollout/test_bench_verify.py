@@ -1,4 +1,4 @@
-"""`rollout bench verify` in small."""
+"""`python -m tests.bench verify` in small."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bench import forgeries, verify
-from rollout.bench.harness import BenchOptions, BenchSetup
+from rollout.bench.harness import BenchSetup
+from tests.bench import forgeries, verify
+from tests.bench.options import DeveloperOptions
 from tests.support.bench import bench_rows
 
 
@@ -27,6 +28,6 @@ def test_a_missed_forgery_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The negative control: log-probs are not compared."""
     monkeypatch.setattr("rollout.client.verification.COLUMNS", ())
     monkeypatch.setattr(forgeries, "KINDS", ("old_weights", "logprob"))
-    setup = BenchSetup(BenchOptions(("verify",), scale=0.001))
+    setup = BenchSetup(DeveloperOptions(("verify",), scale=0.001))
     rows = {row["forgery"]: row for row in verify.forged_rows(setup, tmp_path, "plain")}
     assert (rows["logprob"]["forged"], rows["logprob"]["caught"]) == (1, 0)

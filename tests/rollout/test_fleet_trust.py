@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.bench import forgeries
 from rollout.client.api import RolloutClient
 from rollout.commands.arguments import ServeArgs, parse
 from rollout.commands.serve import configured
@@ -31,6 +30,7 @@ from rollout.fleet.owners import MOST_GROUPS, Ban, Owner, Owners
 from rollout.fleet.unclear import FIRST_S, LEAST, UnclearShares
 from rollout.fleet.verifier import Verification
 from rollout.service.journal import BanRow, Journal
+from tests.bench import forgeries
 from tests.support.fleet import (
     KEYS,
     WAIT,

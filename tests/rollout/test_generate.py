@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollout import models
+from rollout.client.token_text import TokenText
 from rollout.commands.generate import OWN, RunFiles, encode, group_ids, prompt_of, read_lines, record, run
 from rollout.commands.sample_file import complete_groups, keep_groups
 from rollout.config import Config, InputError
@@ -79,7 +80,7 @@ def test_record_is_json(tiny_model: Path) -> None:
         prompt_tokens=4,
     )
     tokenizer = models.load_tokenizer(tiny_model)
-    row = json.loads(json.dumps(record(sample, tokenizer, "Hi")))
+    row = json.loads(json.dumps(record(sample, TokenText(tokenizer), "Hi")))
     assert row["prompt"] == "Hi" and row.keys() <= {*OWN}
     assert row["text"] == tokenizer.decode([100, 101])
     assert (row["token_ids"], row["logprobs"], row["weight_versions"]) == ([100, 101, 2], [-0.5, -1.0, -1.5], [[0, 3]])

@@ -39,11 +39,13 @@ from rollout.transport.errors import (
 )
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.loopback import LoopbackService
-from rollout.transport.weights import Channel, capabilities, distributed, inline
+from rollout.transport.weights import distributed, inline
 from rollout.transport.weights.cuda_ipc import CudaIpcPayload, ExportedStorages
 from rollout.transport.weights.distributed import Broadcaster
+from rollout.transport.weights.ends import Channel
 from rollout.transport.weights.inline import InlineOffer, InlineSender, chunks
 from rollout.transport.weights.manifest import pack_manifest
+from rollout.transport.weights.receiving import capabilities
 from rollout.transport.weights.shm import Segment, SegmentView, ShmOffer, host_key
 from tests.support.broken_commit import fail_commit
 from tests.support.clock import Clock

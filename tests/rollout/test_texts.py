@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.client.text import text_of
+from rollout.client.token_text import TokenText
 from rollout.engine.values import Sample
 
 
@@ -35,9 +35,9 @@ def sample(ids: list[int], **fields: Any) -> Sample:
 def test_a_text_is_cut_where_its_stop_string_begins(tokenizer: Any) -> None:
     ids = tokenizer("One, two. Three é.\n\nMore", add_special_tokens=False)["input_ids"]
     stopped = sample(ids, stopped_by="\n\n", text_end=len("One, two. Three é."))
-    assert text_of(tokenizer, stopped) == "One, two. Three é."
-    assert text_of(tokenizer, stopped, keep_stop=True) == "One, two. Three é.\n\n"
-    assert text_of(tokenizer, sample(ids)) == "One, two. Three é.\n\nMore"
+    assert TokenText(tokenizer).sample_text(stopped) == "One, two. Three é."
+    assert TokenText(tokenizer).sample_text(stopped, keep_stop=True) == "One, two. Three é.\n\n"
+    assert TokenText(tokenizer).sample_text(sample(ids)) == "One, two. Three é.\n\nMore"
 
 
 def test_special_tokens_are_counted_before_they_are_left_out(tokenizer: Any) -> None:
@@ -45,5 +45,5 @@ def test_special_tokens_are_counted_before_they_are_left_out(tokenizer: Any) -> 
     written = tokenizer.decode([special])
     ids = [special, *tokenizer("yes STOP", add_special_tokens=False)["input_ids"]]
     stopped = sample(ids, stopped_by=" STOP", text_end=len(written) + len("yes"))
-    assert text_of(tokenizer, stopped) == "yes"
-    assert text_of(tokenizer, stopped, skip_special=False) == f"{written}yes"
+    assert TokenText(tokenizer).sample_text(stopped) == "yes"
+    assert TokenText(tokenizer).sample_text(stopped, skip_special=False) == f"{written}yes"

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from rollout import identity
-from rollout.bench import forgeries
 from rollout.client import AsyncRolloutClient, Receipt, RolloutClient, Verified, receipts, verification
 from rollout.engine.engine import Engine
 from rollout.engine.forward import sampling as sampler
@@ -21,6 +20,7 @@ from rollout.engine.values import Sample, Sampling
 from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.loopback import LoopbackService
+from tests.bench import forgeries
 from tests.support.fleet import fleet_of, router_of
 from tests.support.scored_only import score_only
 from tests.support.tiny import tiny, tiny_engine

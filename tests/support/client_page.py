@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from rollout import Handle, RolloutClient, Sample, SampleStream, Sampling
+from rollout import ClientConfig, Handle, RolloutClient, Sample, SampleStream, Sampling
 from rollout.client.refresh import RefreshHandle
 from rollout.engine.values import Refreshed, TokenColumns
 
@@ -22,10 +22,11 @@ OF_THE_IO_THREAD = {
 
 
 def arguments() -> str:
-    """Describe the arguments of the client's constructor."""
+    """Describe the arguments of the client's constructor: the address, and the fields of its configuration."""
     entries, parameters = entries_of(RolloutClient, "Args"), inspect.signature(RolloutClient).parameters
     assert set(entries) == set(parameters)
-    rows = [(f"`{name}`", f"`{parameters[name].default!r}`", text) for name, text in entries.items() if name != "clock"]
+    rows = [(f"`{name}`", f"`{parameters[name].default!r}`", entries[name]) for name in ("address", "config")]
+    rows += [(f"`{name}`", default, text) for name, _, default, text in described(ClientConfig) if name != "clock"]
     return table(("argument", "default", "meaning"), rows)
 
 
@@ -63,7 +64,15 @@ def called(function: Any) -> str:
 
 def fields(*classes: type) -> str:
     """Describe the fields of structs with their defaults."""
-    rows, without_default = [], True
+    rows = [(f"`{name}`", f"`{kind}`", default, text) for name, kind, default, text in described(*classes)]
+    if not any(default for _, _, default, _ in rows):
+        return table(("field", "type", "meaning"), [(name, kind, text) for name, kind, _, text in rows])
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+def described(*classes: type) -> list[tuple[str, str, str, str]]:
+    """Return name, type, default in backticks and meaning of each field of structs."""
+    rows = []
     entries = {name: text for owner in classes for name, text in entries_of(owner, "Attributes").items()}
     for owner in classes:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
@@ -72,12 +81,9 @@ def fields(*classes: type) -> str:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
                 default = "" if node.value is None else f"`{ast.unparse(node.value)}`"
-                without_default = without_default and not default
                 name = node.target.id
-                rows.append((f"`{name}`", f"`{ast.unparse(node.annotation)}`", default, entries.get(name, str(text))))
-    if without_default:
-        return table(("field", "type", "meaning"), [(name, kind, text) for name, kind, _, text in rows])
-    return table(("field", "type", "default", "meaning"), rows)
+                rows.append((name, ast.unparse(node.annotation), default, entries.get(name, str(text))))
+    return rows
 
 
 def first_sentence(text: str) -> str:

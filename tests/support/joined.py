@@ -108,13 +108,13 @@ def main() -> None:
     from rollout.commands.serve_replica import joined_service
     from rollout.commands.starting import Stopper
     from rollout.config import Config, FleetConfig, ServiceConfig
-    from rollout.transport import weights
+    from rollout.transport.weights import receiving
     from tests.support.hash_engine import HashEngine
 
     router, name, step_s, *words = sys.argv[1:]
     options = dict(word.split("=") for word in words if "=" in word)
     if "elsewhere" in words:
-        weights.host_key = lambda: "shm:elsewhere"  # type: ignore[attr-defined]
+        receiving.host_key = lambda: "shm:elsewhere"  # type: ignore[attr-defined]
     stop = Stopper()
     alone_s = float(options["alone"]) if "alone" in options else None
     config = Config(service=ServiceConfig(exit_without_clients_s=alone_s), fleet=FleetConfig(join=router, name=name))

@@ -29,7 +29,7 @@ READY = (
 )
 """first line of every command"""
 PYTEST = "python3 -m pytest -q -W default -p no:cacheprovider"
-BENCH = "python3 -m rollout.bench.gpu"
+BENCH = "python3 -m tests.bench.gpu"
 ORACLE = "tests/gpu/test_attention_oracle.py"
 TOGETHER = tuple(
     f"tests/gpu/test_{name}.py"
@@ -47,7 +47,7 @@ PARALLEL = "-n 14 --dist worksteal -m ''"
 SEVERAL = "tests/gpu/test_ranks_on_a_device.py"
 """on a machine with two devices or more"""
 COMPILED = (
-    "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,device_sums,prompt_attention,proven_products,"
+    "tests/engine/test_{triton_attention,sampler_triton,graphs,norms,fused,exact,device_sums,proven_products,"
     "recurrence_triton,experts_triton,device_digests}.py tests/rollout/test_exact_{on_device,fused}.py"
 )
 """tests that run in the interpreter elsewhere"""

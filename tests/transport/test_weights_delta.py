@@ -18,11 +18,12 @@ from rollout.engine.values import Sampling, TensorInfo
 from rollout.service import refresh as pushes
 from rollout.transport.errors import InvalidRequest, WrongBase
 from rollout.transport.loopback import LoopbackService
-from rollout.transport.weights import delta, open_payload
+from rollout.transport.weights import delta
 from rollout.transport.weights.delta import HEAD_BYTES, DeltaOffer, DeltaPayload, decode, encode, rest_bytes
 from rollout.transport.weights.ends import Sender, WeightTransport
 from rollout.transport.weights.files import FilesPayload, describe_folder
 from rollout.transport.weights.inline import InlineOffer
+from rollout.transport.weights.receiving import open_payload
 from rollout.transport.weights.shm import SegmentView
 from tests.support.tiny import tiny, tiny_engine
 from tests.support.wire import serving

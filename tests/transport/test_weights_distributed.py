@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from rollout.transport.errors import InvalidRequest, RequestTimeout, SourceUnreachable
-from rollout.transport.weights import capabilities, distributed, group, open_payload
+from rollout.transport.weights import distributed, group
 from rollout.transport.weights.distributed import Broadcaster, DistributedOffer, DistributedPayload
+from rollout.transport.weights.receiving import capabilities, open_payload
 from rollout.transport.weights.shm import SegmentView
 from tests.support.sent_tensors import ARRAYS, MANIFEST, WHOLE
 from tests.support.waiting import until

@@ -20,12 +20,14 @@ from safetensors.torch import save_file
 
 from rollout.engine.values import Limits, TensorInfo, manifest_digest
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
-from rollout.transport.weights import Offer, Payload, Via, WeightTransport, open_payload, transports
+from rollout.transport.weights import Offer, Via
 from rollout.transport.weights.automatic import choose
-from rollout.transport.weights.ends import Sender
+from rollout.transport.weights.ends import Payload, Sender, WeightTransport
 from rollout.transport.weights.files import MAX_HEADER_BYTES, OTHER_TENSORS, FilesOffer, describe_folder, read_folder
 from rollout.transport.weights.inline import CHUNK_BYTES, CHUNK_VIEWS, WINDOW_BYTES, InlineOffer, InlinePayload, chunks
 from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
+from rollout.transport.weights.receiving import OPENED, open_payload
+from rollout.transport.weights.sending import transports
 from rollout.transport.weights.shm import NONCE_BYTES, Segment, SegmentView, ShmOffer, ShmPayload, host_key
 from rollout.transport.weights.tensors import Tensors
 from tests.support.sent_tensors import ARRAYS, MANIFEST, TENSORS, WHOLE
@@ -61,7 +63,7 @@ def test_asking_which_way_would_be_seen(line: str) -> None:
 
 def test_every_name_has_a_way_and_every_offer_opens() -> None:
     assert set(transports("127.0.0.1")) == set(get_args(Via))
-    assert all(callable(offer.open) for offer in get_args(Offer))
+    assert set(OPENED) == set(get_args(Offer)) and len(set(OPENED.values())) == len(OPENED)
 
 
 class Tried(WeightTransport):

@@ -7,8 +7,14 @@ from typing import assert_type
 
 import numpy as np
 
-from rollout import AsyncRolloutClient, Group, Handle, Receipt, RolloutClient, Sample, Sampling, Verified
+from rollout import AsyncRolloutClient, ClientConfig, Group, Handle, Receipt, RolloutClient, Sample, Sampling, Verified
 from rollout.engine.engine import Engine
+
+
+def connects() -> None:
+    settings = ClientConfig(name="trainer", budget=1000)
+    assert_type(RolloutClient("tcp://127.0.0.1:1", settings, link_timeout_s=9.0), RolloutClient)
+    assert_type(AsyncRolloutClient("tcp://127.0.0.1:1", name="trainer"), AsyncRolloutClient)
 
 
 def submits(client: RolloutClient) -> None:
@@ -37,5 +43,7 @@ def steps(engine: Engine, group: Group) -> None:
 
 
 def wrong(client: RolloutClient) -> None:
+    RolloutClient("tcp://127.0.0.1:1", budget="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    RolloutClient("tcp://127.0.0.1:1", nam="trainer")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Sampling(n="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     client.no_such_method()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

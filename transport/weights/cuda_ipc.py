@@ -23,7 +23,8 @@ import numpy as np
 from rollout.engine.values import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.frames import MALFORMED
-from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightTransport
+from rollout.transport.weights.offers import CudaIpcOffer
 from rollout.transport.weights.tensors import Tensors
 
 EVENT_BYTES = 64
@@ -43,26 +44,6 @@ class TrainerStorage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """bytes"""
     offset: int
     """in the allocation"""
-
-
-class CudaIpcOffer(WeightOffer, frozen=True, eq=False, tag="cuda_ipc", forbid_unknown_fields=True):
-    """Memory on a GPU of this host."""
-
-    memory: np.ndarray
-    """[bytes] uint8: MessagePack of a list of Memory"""
-    spans: np.ndarray
-    """[tensors, 3] int64, in the manifest's order: index into `memory`, first byte, bytes"""
-
-    @property
-    def on_device(self) -> bool:
-        return True
-
-    @property
-    def stays(self) -> bool:
-        return True
-
-    def open(self, expected: Expected) -> Payload:
-        return CudaIpcPayload(self, expected.manifest, expected.total)
 
 
 def gpu_key(device: Any) -> str:
@@ -150,6 +131,11 @@ class ExportedStorages:
 
 
 # the service's end
+
+
+def opened(offer: CudaIpcOffer, expected: Expected) -> Payload:
+    """Open the service's end of an offer. Raises InvalidRequest, SourceUnreachable."""
+    return CudaIpcPayload(offer, expected.manifest, expected.total)
 
 
 def open_memory(memory: TrainerStorage) -> Any:

@@ -26,9 +26,10 @@ import numpy as np
 
 from rollout.engine.values import Refreshed, TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable, WrongBase
-from rollout.transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.ends import Expected, LiveTensors, Payload, Sender, WeightTransport
 from rollout.transport.weights.files import DTYPES, FilesPayload, Span, read_folder
 from rollout.transport.weights.inline import InlinePayload, InlineSender
+from rollout.transport.weights.offers import DeltaOffer
 from rollout.transport.weights.tensors import Tensors, digest
 
 WIDTHS = dict(DTYPES.values())
@@ -41,35 +42,6 @@ MOST_BYTES = HEAD_BYTES + 4 * SLICE_BYTES
 """of a coded slice: at worst every element is a byte, with its gap and both differences"""
 MARK = -128
 """narrow difference that refers to the next wide one"""
-
-
-class DeltaOffer(WeightOffer, frozen=True, tag="delta", forbid_unknown_fields=True):
-    """Chunk messages with differences will follow."""
-
-    version: int
-    """of the live weights that they are against"""
-    digest: str
-    """of those"""
-    size: int
-    """bytes of all chunks"""
-
-    def open(self, expected: Expected) -> Payload:
-        live = expected.live
-        if live is None:
-            raise SourceUnreachable("this service has no weights of its own to add differences to: send whole tensors")
-        if live.dropped or (self.version, self.digest) != (live.version, live.digest):
-            raise WrongBase(
-                f"the differences are against version {self.version} with digest {self.digest:.12}…, live is version "
-                f"{live.version} with {live.digest:.12}…: send whole tensors"
-            )
-        tensors = WithZeros(live.inventory, expected.manifest)
-        for info in expected.manifest:
-            dtype = tensors.dtype(info.name)
-            if info.dtype != dtype:
-                raise WrongBase(f"tensor {info.name!r:.200} is sent as {info.dtype}, the live one is {dtype}: send that dtype")
-        if not 0 <= self.size <= expected.total + len(expected.manifest) * MOST_BYTES:
-            raise InvalidRequest(f"{self.size} bytes of differences for {expected.total} bytes of tensors")
-        return DeltaPayload(self.size, expected.manifest, tensors)
 
 
 class WithZeros:
@@ -260,6 +232,26 @@ def read_tensors(spans: Iterable[Span]) -> Iterator[np.ndarray]:
 
 
 # the service's end
+
+
+def opened(offer: DeltaOffer, expected: Expected) -> Payload:
+    """Open the service's end of an offer. Raises InvalidRequest, SourceUnreachable, WrongBase."""
+    live = expected.live
+    if live is None:
+        raise SourceUnreachable("this service has no weights of its own to add differences to: send whole tensors")
+    if live.dropped or (offer.version, offer.digest) != (live.version, live.digest):
+        raise WrongBase(
+            f"the differences are against version {offer.version} with digest {offer.digest:.12}…, live is version "
+            f"{live.version} with {live.digest:.12}…: send whole tensors"
+        )
+    tensors = WithZeros(live.inventory, expected.manifest)
+    for info in expected.manifest:
+        dtype = tensors.dtype(info.name)
+        if info.dtype != dtype:
+            raise WrongBase(f"tensor {info.name!r:.200} is sent as {info.dtype}, the live one is {dtype}: send that dtype")
+    if not 0 <= offer.size <= expected.total + len(expected.manifest) * MOST_BYTES:
+        raise InvalidRequest(f"{offer.size} bytes of differences for {expected.total} bytes of tensors")
+    return DeltaPayload(offer.size, expected.manifest, tensors)
 
 
 class DeltaPayload(Payload):

@@ -35,15 +35,15 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from rollout.engine.values import TensorInfo
 from rollout.transport.errors import RequestTimeout, RolloutError, SourceUnreachable
-from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
-from rollout.transport.weights.group import Backend, join, leave, leave_aside, listen
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightTransport
+from rollout.transport.weights.group import join, leave, leave_aside, listen
+from rollout.transport.weights.offers import Backend, DistributedOffer
 from rollout.transport.weights.tensors import Tensors, digest
 
 SLOT_BYTES = 4 << 20
@@ -69,34 +69,9 @@ MOST_HUNG = 2
 sockets"""
 
 
-class DistributedOffer(WeightOffer, frozen=True, tag="distributed", forbid_unknown_fields=True):
-    """Join this group as rank 1; rank 0 broadcasts the payload in pieces of SLOT_BYTES, by NCCL of NCCL_SLOT_BYTES."""
-
-    backend: Backend
-    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    """address of the TCPStore for the service"""
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    group: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    """prefix of its keys in the store; chosen by the trainer for one refresh"""
-    total: int
-    """bytes of the payload"""
-    secret: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    """random, for this group only; never in the store. Each end proves to the other that it knows it"""
-    announced: bool = False
-    """the trainer sets GROUP/sent/K in the store when it starts broadcast K; the service posts it only then"""
-
-    @property
-    def on_device(self) -> bool:
-        return self.backend == "nccl"
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of a broadcast."""
-        return NCCL_SLOT_BYTES if self.backend == "nccl" else SLOT_BYTES
-
-    def open(self, expected: Expected) -> Payload:
-        expected.check_total(self.total)
-        return DistributedPayload(self, expected.device)
+def slot_bytes(offer: DistributedOffer) -> int:
+    """Return the bytes of a broadcast."""
+    return NCCL_SLOT_BYTES if offer.backend == "nccl" else SLOT_BYTES
 
 
 def backends(device: Any) -> list[Backend]:
@@ -277,6 +252,12 @@ class Broadcaster:
 # the service's end
 
 
+def opened(offer: DistributedOffer, expected: Expected) -> Payload:
+    """Open the service's end of an offer. Raises InvalidRequest."""
+    expected.check_total(offer.total)
+    return DistributedPayload(offer, expected.device)
+
+
 class DistributedPayload(Payload):
     """device: torch.device of the model, where NCCL receives."""
 
@@ -379,7 +360,7 @@ class DistributedPayload(Payload):
 
     def _post(self) -> None:
         while self._may_post:
-            slot, size = self._free.popleft(), min(self._offer.slot_bytes, self._unasked)
+            slot, size = self._free.popleft(), min(slot_bytes(self._offer), self._unasked)
             self._unasked -= size
             self._posted += 1
             work = self._group.broadcast(slot[0][:size], 0, timedelta(seconds=STALL_S))
@@ -388,7 +369,7 @@ class DistributedPayload(Payload):
     def _hear(self, store: Any) -> str | None:
         """Count the trainer's announcements until all have arrived or this end is closed. Returns the error, if announcements
         or announced broadcasts fail to arrive."""
-        pieces = -(-self._offer.total // self._offer.slot_bytes)
+        pieces = -(-self._offer.total // slot_bytes(self._offer))
         heard_at = time.monotonic()
         while not self._closed.wait(POLL_S):
             try:
@@ -501,8 +482,8 @@ def _slots(device: Any, most: int, offer: DistributedOffer) -> list[tuple[Any, A
     numpy array, since its copies wait for no threads."""
     import torch
 
-    count = max(1, min(most, -(-offer.total // offer.slot_bytes)))
-    tensors = [torch.empty(offer.slot_bytes, dtype=torch.uint8, device=device or "cpu") for _ in range(count)]
+    count = max(1, min(most, -(-offer.total // slot_bytes(offer))))
+    tensors = [torch.empty(slot_bytes(offer), dtype=torch.uint8, device=device or "cpu") for _ in range(count)]
     return [(tensor, tensor if tensor.is_cuda else tensor.numpy()) for tensor in tensors]
 
 

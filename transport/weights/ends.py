@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from rollout.engine.values import Limits, Refreshed, TensorInfo
@@ -83,24 +82,6 @@ class WeightTransport:
 
     def close(self) -> None:
         """Free what was kept for further refreshes."""
-
-
-class WeightOffer(msgspec.Struct, frozen=True):
-    """Base of the offers in Begin, one tagged Struct per transport."""
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the payload is on the device of the service's model, so that `Payload.read` fills tensors there."""
-        return False
-
-    @property
-    def stays(self) -> bool:
-        """Whether `Payload.read` begins again after the last byte, until the refresh is over."""
-        return False
-
-    def open(self, expected: Expected) -> Payload:
-        """Open the service's end. Raises as `rollout.transport.weights.open_payload`."""
-        raise NotImplementedError
 
 
 class SharedMapping(Protocol):

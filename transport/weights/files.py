@@ -22,8 +22,9 @@ import xxhash
 from rollout.engine.model_files import MAX_INDEX_BYTES, Checkpoint, checkpoint_of
 from rollout.engine.values import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
-from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightTransport
 from rollout.transport.weights.manifest import ENTRY_BYTES, MAX_DIMENSIONS
+from rollout.transport.weights.offers import FilesOffer
 from rollout.transport.weights.tensors import Tensors
 
 DTYPES = {
@@ -48,16 +49,6 @@ OTHER_TENSORS = 2048
 """that a folder may have beside the tensors of the manifest and as many again"""
 Length = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 READ_BYTES = 4 << 20
-
-
-class FilesOffer(WeightOffer, frozen=True, tag="files", forbid_unknown_fields=True):
-    """A folder, as a path of the service."""
-
-    folder: str
-    """absolute"""
-
-    def open(self, expected: Expected) -> Payload:
-        return FilesPayload(matching(self, expected.manifest))
 
 
 class Entry(msgspec.Struct):
@@ -186,6 +177,11 @@ def describe_folder(folder: Path) -> list[TensorInfo]:
 
 
 # the service's end
+
+
+def opened(offer: FilesOffer, expected: Expected) -> Payload:
+    """Open the service's end of an offer. Raises InvalidRequest, SourceUnreachable."""
+    return FilesPayload(matching(offer, expected.manifest))
 
 
 def matching(offer: FilesOffer, manifest: Sequence[TensorInfo]) -> list[Span]:

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
+
+from rollout.transport.weights.offers import Backend
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["gloo", "nccl"]
 LEAVE_S = 5.0
 """maximum time that a trainer waits for a group to end"""
 

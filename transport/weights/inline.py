@@ -17,20 +17,14 @@ import numpy as np
 
 from rollout.engine.values import Limits
 from rollout.transport.errors import InvalidRequest, WeightsRefused
-from rollout.transport.weights.ends import Channel, Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.ends import Channel, Expected, Payload, Sender, WeightTransport
+from rollout.transport.weights.offers import InlineOffer
 from rollout.transport.weights.tensors import Tensors, digest, on_host
 
 CHUNK_BYTES = 4 << 20
 CHUNK_VIEWS = 32
 """maximum views of one chunk: each is a frame, and messages have a limited number of frames"""
 WINDOW_BYTES = 128 << 20
-
-
-class InlineOffer(WeightOffer, frozen=True, tag="inline", forbid_unknown_fields=True):
-    """Chunk messages will follow."""
-
-    def open(self, expected: Expected) -> Payload:
-        return InlinePayload(expected.total)
 
 
 # the trainer's end
@@ -65,6 +59,11 @@ class InlineSender(Sender):
 
 
 # the service's end
+
+
+def opened(offer: InlineOffer, expected: Expected) -> Payload:
+    """Open the service's end of an offer."""
+    return InlinePayload(expected.total)
 
 
 class InlinePayload(Payload):

@@ -22,29 +22,14 @@ import numpy as np
 import xxhash
 
 from rollout.transport.errors import SourceUnreachable
-from rollout.transport.weights.ends import Expected, Payload, Sender, WeightOffer, WeightTransport
+from rollout.transport.weights.ends import Expected, Payload, Sender, WeightTransport
+from rollout.transport.weights.offers import ShmOffer
 from rollout.transport.weights.tensors import Tensors, on_host
 
 NONCE_BYTES = 64
 NAME = "rollout-weights"
 SLICE_BYTES = 1 << 20
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
-
-
-class ShmOffer(WeightOffer, frozen=True, tag="shm", forbid_unknown_fields=True):
-    """A memory segment of the trainer."""
-
-    pid: int
-    fd: int
-    inode: int
-    total: int
-    """bytes of the payload"""
-    nonce: str
-    """hex"""
-
-    def open(self, expected: Expected) -> Payload:
-        expected.check_total(self.total)
-        return ShmPayload(expected.segment.open(self))
 
 
 def host_key() -> str | None:
@@ -151,6 +136,12 @@ class Segment:
 
 
 # the service's end
+
+
+def opened(offer: ShmOffer, expected: Expected) -> Payload:
+    """Open the service's end of an offer. Raises InvalidRequest, SourceUnreachable."""
+    expected.check_total(offer.total)
+    return ShmPayload(expected.segment.open(offer))
 
 
 class SegmentView:
