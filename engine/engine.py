@@ -10,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from rollout.engine.build import open_worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.model import ModelLike
 from rollout.engine.forward.sampling import uniform
@@ -35,7 +36,7 @@ from rollout.engine.weights.in_process import update_from
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging
 from rollout.engine.weights.tensors import NamedTensors, named_pairs
-from rollout.engine.worker import Report, no_report, open_worker
+from rollout.engine.worker import Report, no_report
 
 
 class Engine:

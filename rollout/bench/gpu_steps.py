@@ -16,9 +16,9 @@ from rollout.bench import sharing as sharing_by_hand
 from rollout.bench.by_hand import batch_of, fill, forward_of, median_ms, own_blocks, prepared, release, replayed
 from rollout.bench.gpu_bench import FUSED, SETTLE, Bench, ForwardCost, Rows, beside_limit, kept
 from rollout.bench.inputs import lognormal
+from rollout.engine.build import device_of
 from rollout.engine.config import AdvancedConfig, WeightOffload
 from rollout.engine.cuda.exact import make_plain
-from rollout.engine.devices import device_of
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model

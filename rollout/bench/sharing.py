@@ -86,7 +86,7 @@ def shapes(device: str) -> tuple[PrefixShape, ...]:
 def measure_model(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per variant and a summary for each shape. Raises BenchFailed if variants differ or memory does not
     suffice."""
-    from rollout.engine.devices import device_of
+    from rollout.engine.build import device_of
     from rollout.engine.forward.model import open_model
 
     hide_progress_bars()

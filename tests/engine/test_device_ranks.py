@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rollout.engine.build import sums_name  # noqa: E402
 from rollout.engine.cuda import reduce, tiles  # noqa: E402
 from rollout.engine.cuda.fused import FusedDecoder  # noqa: E402
 from rollout.engine.cuda.reduce import DeviceExchange  # noqa: E402
-from rollout.engine.devices import device_of_rank, sums_name  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.summed import SLICES, Summed, sum_slices
+from rollout.engine.parallel.devices import device_of_rank  # noqa: E402
 from rollout.engine.parallel.follower import Follower  # noqa: E402
 from rollout.engine.parallel.ranks import Ranks, check_alike  # noqa: E402
 from rollout.engine.values import Group, RankLost  # noqa: E402

@@ -115,7 +115,7 @@ def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
     monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (3,))
     monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)  # takes seconds in the interpreter
+    monkeypatch.setattr("rollout.engine.build.check_model", lambda served: None)  # takes seconds in the interpreter
     settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=4, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
         cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,

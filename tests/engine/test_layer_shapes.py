@@ -174,7 +174,7 @@ def test_triton_has_arrays_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("rollout.engine.cuda.tiles.CHUNK_TOKENS", 16)
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda *_: None)
+    monkeypatch.setattr("rollout.engine.build.check_model", lambda *_: None)
     sizes = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
     each = group("a", np.arange(7, 30), n=2, max_tokens=4, ignore_eos=True)
     options: dict[str, Any] = {"max_batch_tokens": 16, "max_num_seqs": 16, "kv_tokens": 128}

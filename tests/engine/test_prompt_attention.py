@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rollout.engine.build import device_of  # noqa: E402
 from rollout.engine.config import AdvancedConfig, EngineConfig  # noqa: E402
 from rollout.engine.cpu.device import CpuDevice  # noqa: E402
 from rollout.engine.cuda import prompts as module  # noqa: E402
@@ -22,7 +23,6 @@ from rollout.engine.cuda import tiles  # noqa: E402
 from rollout.engine.cuda.attention import TritonAttention  # noqa: E402
 from rollout.engine.cuda.device import CudaDevice, fuse, use_cudnn_prompts  # noqa: E402
 from rollout.engine.cuda.prompts import NotTaken, PromptAttention, cudnn_prompts  # noqa: E402
-from rollout.engine.devices import device_of  # noqa: E402
 from rollout.engine.forward.attention import Scores, StepCapacity  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
@@ -161,7 +161,7 @@ def test_it_is_tried_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_an_engine_with_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are those of tiles up to rounding, of fused layers too, and the status names the kernel."""
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)
+    monkeypatch.setattr("rollout.engine.build.check_model", lambda _: None)
     monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (2,))
     small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     used: list[int] = []

@@ -117,7 +117,7 @@ def test_the_same_bits_with_pools_that_windows_do_not_share(monkeypatch: pytest.
         counts, sizes = window_sizes(*args)
         return counts._replace(device=12, host=min(counts.host, 40)), sizes
 
-    monkeypatch.setattr("rollout.engine.worker.window_sizes", smaller)
+    monkeypatch.setattr("rollout.engine.build.window_sizes", smaller)
     for config in ({"max_batch_tokens": 40}, {"cpu_offload_gib": 0.01}):
         few, engine = samples_of(made, groups, **config)
         assert_same(freed, few)

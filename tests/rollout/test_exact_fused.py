@@ -79,7 +79,7 @@ def served(made: Any) -> tuple[dict[tuple[str, int], Sample], Any]:
     with pytest.MonkeyPatch.context() as patch:
         for device in (CpuDevice, CudaDevice):
             patch.setattr(device, "equip", lambda self, model, config, backend: equip_exact(model, backend, True, False))
-        patch.setattr("rollout.engine.worker.check_model", lambda _: None)  # it takes a minute in the interpreter
+        patch.setattr("rollout.engine.build.check_model", lambda _: None)  # it takes a minute in the interpreter
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
     asked = {"n": 1, "max_tokens": 3, "temperature": 0.7, "ignore_eos": True}

@@ -63,7 +63,7 @@ def samples() -> dict[tuple[str, int], Sample]:
         for kind in ("cpu.device.CpuDevice", "cuda.device.CudaDevice"):  # their own products are others
             patch.setattr(f"rollout.engine.{kind}.equip", lambda *_: None)
         patch.setattr(
-            "rollout.engine.worker.check_model", lambda served: None
+            "rollout.engine.build.check_model", lambda served: None
         )  # it has a test of its own, and takes a minute here
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
@@ -193,7 +193,7 @@ def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind:
     make_exact(served)
     for device in ("cpu.device.CpuDevice", "cuda.device.CudaDevice"):
         monkeypatch.setattr(f"rollout.engine.{device}.equip", lambda *_: None)
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)
+    monkeypatch.setattr("rollout.engine.build.check_model", lambda _: None)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     engine = tiny_engine(model=served, device=DEVICE, kv_tokens=256, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]

@@ -50,7 +50,7 @@ def in_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def over_gloo(device: torch.device, host: Exchange, store: Callable[[], Any]) -> RankExchange:
-    """Stand in for `rollout.engine.devices.exchange_on` on CUDA."""
+    """Stand in for `rollout.engine.parallel.devices.exchange_on` on CUDA."""
     return DeviceExchange(host, process_group(store(), host.rank, host.ranks, device))
 
 
@@ -75,7 +75,7 @@ def device_ranks() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("rollout.engine.parallel.followers.exchanges_itself", lambda config: True)
         patch.setattr(CpuDevice, "equip", as_on_cuda)
         patch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (2,))
-        patch.setattr("rollout.engine.worker.check_model", lambda served: None)  # it has tests of its own
+        patch.setattr("rollout.engine.build.check_model", lambda served: None)  # it has tests of its own
         yield patch
 
 
