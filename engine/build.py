@@ -1,9 +1,9 @@
-"""Builds the worker of a configuration: chooses its device, model, kernels and pools. What no configuration asks for is not
-imported.
+"""Builds the worker of a configuration: chooses its device, model, kernels and pools.
 
     device ─ model ─ attention ─ path of the layers ─ routes ─ pools ─ worker      in this order
 
-Everything that is chosen here is reached by the engine through an interface: `rollout.engine.devices.Device`, …
+The engine reaches what is chosen here through an interface (`rollout.engine.devices.Device`, `ModelLike`, `Backend`, …). So
+this is the one file that names the optional parts, and it imports each where a configuration, or a model, asks for it.
 """
 
 from __future__ import annotations
@@ -11,40 +11,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.cpu.build import NativeUnavailable
-from rollout.engine.cpu.device import CpuDevice
-from rollout.engine.cuda.device import CudaDevice
 from rollout.engine.devices import Device
 from rollout.engine.forward.arithmetic import RANKS, TREE, arithmetic
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
-from rollout.engine.forward.latent import stores_latents
-from rollout.engine.forward.model import (
-    Model,
-    ModelLike,
-    module_of,
-    open_model,
-    states_of,
-    streamed_of,
-    weights_moved,
-    windows_of,
-)
-from rollout.engine.forward.reference import ReferenceAttention
-from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geometry
-from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+from rollout.engine.forward.interface import ModelLike, module_of, states_of, streamed_of, weights_moved, windows_of
 from rollout.engine.forward.versions import check_versions
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.routes import RouteGeometry, RoutePages
 from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_sizes, state_sizes, window_sizes
-from rollout.engine.kv.states import StatePages
 from rollout.engine.weights.live import Weights
-from rollout.engine.worker import ModelKernels, Report, Worker, no_report
+from rollout.engine.worker import ModelKernels, RecordRoutes, Report, Worker, no_report
+
+if TYPE_CHECKING:
+    from rollout.engine.forward.model import Model
+    from rollout.engine.kv.routes import RouteGeometry
+
+DEVICES = {"cpu": "rollout.engine.cpu.device:CpuDevice", "cuda": "rollout.engine.cuda.device:CudaDevice"}
+"""by `torch.device.type`; each takes the configuration, and raises ValueError if it is not available"""
+LEADER = "rollout.engine.parallel.leader:open_leader"
+"""opens the worker of rank 0, where several ranks run a replica; it opens its own through this file"""
 
 log = logging.getLogger(__name__)
 DRAFTS = 6
@@ -83,40 +75,72 @@ def open_worker(
     config = resolved(config, device)
     if model is None:
         report(f"loading the weights as {config.dtype}")
-        model = open_model(config, device.memory)
-    check_device(device, model)
-    if config.weight_offload is not None and streamed_of(model) is None:
-        raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
-    if config.latent_kv != stores_latents(module_of(model)):
-        raise ValueError(
-            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
-        )
+        model = load(config, device)
+    check_model_fits(config, device, model)
     report("comparing the kernels with transformers' forward")
     kernels = choose_kernels(config, device, model)
-    if isinstance(model, Model) and model.states is not None and not model.takes_drafts_back:
+    if (opened := transformers_model(model)) is not None and opened.states is not None and not opened.takes_drafts_back:
         config = without_drafts(config, drafts)
     kernels, routes = with_routes(config, kernels)
     report("allocating the KV pools")
     weights = parts.weights(model, device)
     kv = take_kv(config, device, model, routes, parts)
     worker = parts.make(fitted(config, kv), device, kernels, kv, weights)
-    if routes is not None and isinstance(model, Model):
-        most = max(16, StepCapacity.of(config, model).tokens)
-        worker.recorder = RouteRecorder(model.module, routes, most, device.memory)
+    if routes is not None:
+        worker.record_routes = recorder_of(config, kernels, routes, kv)
     return worker
+
+
+def open_workers(config: EngineConfig, model: ModelLike | None, report: Report) -> Worker:
+    """Make the worker of an engine: that of one device, or that of rank 0 when the others have theirs. As `open_worker`."""
+    if config.tp == 1:
+        return open_worker(config, model, report)
+    if model is not None:
+        raise ValueError(f"tp={config.tp} with a model: each rank loads its part of config.model; leave the model out")
+    leader: Worker = part_of(LEADER)(config, report)
+    return leader
+
+
+def part_of(place: str) -> Any:
+    """Import a module and return a name in it. place: "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def device_of(config: EngineConfig) -> Device:
     """Return the device of a configuration. Raises ValueError if it is not available, or an option is for another device."""
-    device = torch.device(config.device)
-    return CpuDevice(config) if device.type == "cpu" else CudaDevice(config, device)
+    device: Device = part_of(DEVICES[torch.device(config.device).type])(config)
+    return device
 
 
-def check_device(device: Device, model: ModelLike) -> None:
-    """Raise ValueError for a model on another kind of device, or one that this device cannot serve."""
+def transformers_model(model: ModelLike) -> Model | None:
+    """Return a model if it is one of transformers, whose kernels can be chosen and compared; None: another implementation."""
+    from rollout.engine.forward.model import Model
+
+    return model if isinstance(model, Model) else None
+
+
+def load(config: EngineConfig, device: Device) -> ModelLike:
+    """Load the model of a configuration. Raises ValueError if it cannot be loaded or is not supported."""
+    from rollout.engine.forward.model import open_model
+
+    return open_model(config, device.memory)
+
+
+def check_model_fits(config: EngineConfig, device: Device, model: ModelLike) -> None:
+    """Raise ValueError for a model on another kind of device, for one that this device cannot serve, and for one that was made
+    with other options."""
+    from rollout.engine.forward.latent import stores_latents
+
     if model.device.type != device.memory.device.type:
         raise ValueError(f"{model.name} is on {model.device}, but device={device.memory.device}: set device={model.device}")
     device.check(model)
+    if config.weight_offload is not None and streamed_of(model) is None:
+        raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
+    if config.latent_kv != stores_latents(module_of(model)):
+        raise ValueError(
+            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
+        )
 
 
 def resolved(config: EngineConfig, device: Device) -> EngineConfig:
@@ -159,18 +183,25 @@ def choose_backend(
     """
     kind = device.fast_attention if name == "auto" else name
     if kind == "reference":
-        return ReferenceAttention()
+        return reference()
     try:
         backend = device.backend(kind, capacity)
         try_out(backend)
         return backend
-    except (NativeUnavailable, CannotAttend) as error:
+    except CannotAttend as error:
         if not device.falls_back:
             raise ValueError(f'attention="{name}": {error}; "reference" runs everywhere, many times slower') from error
         if name == kind:
             raise ValueError(f'attention="{name}": {error}; "auto" falls back to the torch reference') from error
         log.warning("attention runs in plain torch, which is slow reason=%r", str(error))
-        return ReferenceAttention()
+        return reference()
+
+
+def reference() -> Backend:
+    """Make the torch reference of attention."""
+    from rollout.engine.forward.reference import ReferenceAttention
+
+    return ReferenceAttention()
 
 
 def sums_name(config: EngineConfig) -> str:
@@ -184,30 +215,35 @@ def sums_name(config: EngineConfig) -> str:
 def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> ModelKernels:
     """Choose the attention backend and the execution path of the layers, and compare both with the module's own forward. Raises
     ValueError."""
-    memory = device.memory
+    from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
+
+    memory, opened = device.memory, transformers_model(model)
     capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
-    tried = partial(try_out, model, kept, config.block_tokens, memory) if isinstance(model, Model) else lambda backend: None
+    tried = (lambda backend: None) if opened is None else partial(try_out, opened, kept, config.block_tokens, memory)
     backend = choose_backend(config.attention, device, capacity, tried)
     int8 = config.weight_dtype == "int8"
-    if int8 and not isinstance(model, Model):
+    if int8 and opened is None:
         raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
-    path = device.equip(model, config, backend) if isinstance(model, Model) else None
+    path = None if opened is None else device.equip(opened, config, backend)
     name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, sums=sums_name(config))
     kernels = ModelKernels(model, backend, path, name)
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
-    if isinstance(model, Model):
-        check_model(LoadedModel(model, backend, config.block_tokens, capacity.tokens, memory, kept))
+    if opened is not None:
+        check_model(LoadedModel(opened, backend, config.block_tokens, capacity.tokens, memory, kept))
     return kernels
 
 
 def with_routes(config: EngineConfig, kernels: ModelKernels) -> tuple[ModelKernels, RouteGeometry | None]:
     """Return the shape of a model's routes if they are to be kept, and its kernels: the module runs its layers then, which has
     the bits of a decoder. Raises NoRoutes (a ValueError) for a model without routes."""
-    model, path = kernels.model, kernels.path
     if not config.routed_experts:
         return kernels, None
-    if not isinstance(model, Model):
-        raise NoRoutes(f"routed_experts: {model.name} has no module")
+    from rollout.engine.forward.experts import NoRoutes
+    from rollout.engine.forward.routes import routes_geometry
+
+    model, path = transformers_model(kernels.model), kernels.path
+    if model is None:
+        raise NoRoutes(f"routed_experts: {kernels.model.name} has no module")
     try:
         routes = routes_geometry(model.module)
     except NoRoutes as error:
@@ -220,6 +256,16 @@ def with_routes(config: EngineConfig, kernels: ModelKernels) -> tuple[ModelKerne
     size = routes.bytes_per_token
     log.info("routes layers=%d chosen=%d experts=%d bytes_per_token=%d", *routes.shape, routes.experts, size)
     return kernels, routes
+
+
+def recorder_of(config: EngineConfig, kernels: ModelKernels, routes: RouteGeometry, kv: PagedKV) -> RecordRoutes:
+    """Make what records the routes of each step beside its KV."""
+    from rollout.engine.forward.routes import RouteRecorder
+
+    model = transformers_model(kernels.model)
+    assert model is not None and kv.routes is not None
+    most = max(16, StepCapacity.of(config, model).tokens)
+    return partial(RouteRecorder(model.module, routes, most, kv.memory).keep, pages=kv.routes)
 
 
 def take_kv(
@@ -236,6 +282,8 @@ def take_kv(
     sizes, geometry, states = parts.agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
     if geometry is not None:
         slots, sizes = parts.agree_with_states(*state_sizes(config, geometry.nbytes, sizes, block_bytes, memory))
+        from rollout.engine.kv.states import StatePages
+
         states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))
     windows = windows_of(model)
     longest = -(-model.context // config.block_tokens)
@@ -243,7 +291,10 @@ def take_kv(
         kv, sizes = _with_windows(config, device, model, sizes, block_bytes)
     else:
         kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
-    kv.routes = None if routes is None else RoutePages(routes, sizes, memory)
+    if routes is not None:
+        from rollout.engine.kv.routes import RoutePages
+
+        kv.routes = RoutePages(routes, sizes, memory)
     check_tables(config, min(longest, len(kv.data)) * (2 if any(windows) else 1))
     return kv
 

@@ -12,22 +12,22 @@ A new kind of device is a folder beside `cpu/` and `cuda/`, with a `device.py`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.attention import Backend, StepCapacity
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike
+from rollout.engine.forward.interface import ExecutionPath, ModelLike
 from rollout.engine.forward.sampling import PendingTokens, SamplingBatch
 from rollout.engine.kv.copies import CopyEngine
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.memory import DeviceMemory
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rollout.engine.forward.model import Model
 
 
 class Graphs(Protocol):
@@ -70,7 +70,7 @@ class Device(Protocol):
         """Make the engine for KV copies."""
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
-        """Make the attention backend "native" or "triton". Raises NativeUnavailable or CannotAttend if it is not available,
+        """Make the attention backend "native" or "triton". Raises CannotAttend if it is not available,
         ValueError if this device does not have it."""
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:

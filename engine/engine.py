@@ -10,11 +10,10 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rollout.engine.build import open_worker
+from rollout.engine.build import open_workers
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.model import ModelLike
+from rollout.engine.forward.interface import ModelLike
 from rollout.engine.forward.sampling import uniform
-from rollout.engine.parallel.leader import open_leader
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import stops_of
@@ -63,9 +62,7 @@ class Engine:
         self.limits = limits or Limits()
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
         """loads the bytes of the model's tokens once, when they are first needed"""
-        if config.tp > 1 and model is not None:
-            raise ValueError(f"tp={config.tp} with a model: each rank loads its part of config.model; leave the model out")
-        self.worker = worker = open_leader(config, report) if config.tp > 1 else open_worker(config, model, report)
+        self.worker = worker = open_workers(config, model, report)
         self.config = worker.config
         self.scheduler = Scheduler(worker.config, worker.pools)
         self.counters = self.scheduler.state.counters

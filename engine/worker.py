@@ -23,13 +23,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.devices import Device
 from rollout.engine.forward.attention import Backend, prepared, prepared_window
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import (
-    ExecutionPath,
-    ModelLike,
-    advance_states,
-    windows_of,
-)
-from rollout.engine.forward.routes import RouteRecorder
+from rollout.engine.forward.interface import ExecutionPath, ModelLike, advance_states, windows_of
 from rollout.engine.forward.sampling import PendingTokens
 from rollout.engine.kv.block import PoolCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
@@ -44,6 +38,8 @@ CUT = 0.9
 """`top_p` of a draw that truncates"""
 Report = Callable[[str], None]
 """takes the name of a phase of a start"""
+RecordRoutes = Callable[[Batch, Plan], Callable[[], StepRoutes] | None]
+"""keeps the routes of a step that was launched; returns what waits for those that its plan asks for, None: it asks for none"""
 
 
 def no_report(phase: str) -> None:
@@ -92,8 +88,8 @@ class Worker:
         self.model, self.backend = kernels.model, kernels.backend
         self.graphs = device.graphs(kernels.model, config, kernels.backend)
         """captured steps; None: every step is launched kernel by kernel"""
-        self.recorder: RouteRecorder | None = None
-        """records the routes of each step; None: they are not kept"""
+        self.record_routes: RecordRoutes | None = None
+        """keeps the routes of each step; None: they are not kept"""
         self.asleep: set[Tag] = set()
         """parts of the memory that are released"""
         self._drawn: torch.Tensor | None = None
@@ -161,7 +157,7 @@ class Worker:
         logits = run.forward(batch, self.kv, self.backend)
         prefill_seconds = None if began is None else partial(self.device.seconds, began, self.device.mark())
         launched = time.perf_counter()
-        routes = None if self.recorder is None or self.kv.routes is None else self.recorder.keep(batch, plan, self.kv.routes)
+        routes = None if self.record_routes is None else self.record_routes(batch, plan)
         draws = self.device.sample(logits, batch.sampling)
         self._drawn = draws.tokens
         return InFlight(draws, prefill_seconds, built - started, launched - built, time.perf_counter() - launched, routes)

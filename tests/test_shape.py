@@ -123,7 +123,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (21, 78), "transport": (10, 15), "rollout": (18, 50)}
+MOST = {"engine": (21, 75), "transport": (10, 15), "rollout": (18, 50)}
 """rooms, and arrows between them"""
 
 

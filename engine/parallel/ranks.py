@@ -19,8 +19,9 @@ from rollout.engine.build import WorkerParts, open_worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
+from rollout.engine.forward.interface import weights_moved
 from rollout.engine.forward.load import BrokenModel, in_one_line
-from rollout.engine.forward.model import Model, weights_moved
+from rollout.engine.forward.model import Model
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.forward.summed import SLICES, RankExchange, Summed, sum_slices
 from rollout.engine.kv.block import SlotCounts

@@ -35,7 +35,7 @@ from rollout.bench.inputs import lognormal, long_enough
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ModelLike, windows_of
+from rollout.engine.forward.interface import ModelLike, windows_of
 from rollout.models import hide_progress_bars
 
 NAME = "sharing"

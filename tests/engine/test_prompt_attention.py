@@ -161,7 +161,7 @@ def test_it_is_tried_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_an_engine_with_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are those of tiles up to rounding, of fused layers too, and the status names the kernel."""
-    monkeypatch.setattr("rollout.engine.build.check_model", lambda _: None)
+    monkeypatch.setattr("rollout.engine.forward.self_check.check_model", lambda _: None)
     monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (2,))
     small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     used: list[int] = []
