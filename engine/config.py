@@ -215,7 +215,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def most_seqs(self) -> int:
-        """`max_num_seqs`, or the CPU's default if the device has not chosen yet (`rollout.engine.devices.resolved`)."""
+        """`max_num_seqs`, or the CPU's default if the device has not chosen yet (`rollout.engine.build.resolved`)."""
         return 256 if self.max_num_seqs is None else self.max_num_seqs
 
     @property

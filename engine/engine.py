@@ -10,10 +10,10 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from rollout.engine.build import open_workers
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.model import ModelLike
+from rollout.engine.forward.interface import ModelLike
 from rollout.engine.forward.sampling import uniform
-from rollout.engine.parallel.leader import open_leader
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.stopping import stops_of
@@ -35,7 +35,7 @@ from rollout.engine.weights.in_process import update_from
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging
 from rollout.engine.weights.tensors import NamedTensors, named_pairs
-from rollout.engine.worker import Report, no_report, open_worker
+from rollout.engine.worker import Report, no_report
 
 
 class Engine:
@@ -62,9 +62,7 @@ class Engine:
         self.limits = limits or Limits()
         self.vocabulary = cache(partial(Vocabulary.load, config.model))
         """loads the bytes of the model's tokens once, when they are first needed"""
-        if config.tp > 1 and model is not None:
-            raise ValueError(f"tp={config.tp} with a model: each rank loads its part of config.model; leave the model out")
-        self.worker = worker = open_leader(config, report) if config.tp > 1 else open_worker(config, model, report)
+        self.worker = worker = open_workers(config, model, report)
         self.config = worker.config
         self.scheduler = Scheduler(worker.config, worker.pools)
         self.counters = self.scheduler.state.counters

@@ -16,38 +16,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
-import msgspec
 import numpy as np
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.devices import Device, check_device, choose_backend, device_of, resolved, sums_name
-from rollout.engine.forward.arithmetic import arithmetic
-from rollout.engine.forward.attention import Backend, StepCapacity, prepared, prepared_window
+from rollout.engine.devices import Device
+from rollout.engine.forward.attention import Backend, prepared, prepared_window
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.latent import stores_latents
-from rollout.engine.forward.model import (
-    ExecutionPath,
-    Model,
-    ModelLike,
-    advance_states,
-    module_of,
-    open_model,
-    states_of,
-    streamed_of,
-    weights_moved,
-    windows_of,
-)
-from rollout.engine.forward.routes import NoRoutes, RouteRecorder, routes_geometry
+from rollout.engine.forward.interface import ExecutionPath, ModelLike, advance_states, windows_of
 from rollout.engine.forward.sampling import PendingTokens
-from rollout.engine.forward.self_check import LoadedModel, check_model, try_out
-from rollout.engine.forward.versions import check_versions
-from rollout.engine.kv.block import PoolCounts, SlotCounts, WindowCounts
+from rollout.engine.kv.block import PoolCounts, WindowCounts
 from rollout.engine.kv.copies import Copied
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.routes import RouteGeometry, RoutePages
-from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_sizes, state_sizes, window_sizes
-from rollout.engine.kv.states import StatePages
 from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
 from rollout.engine.values import Routing, Tag, WeightUpdate
 from rollout.engine.weights.live import Weights
@@ -58,6 +38,8 @@ CUT = 0.9
 """`top_p` of a draw that truncates"""
 Report = Callable[[str], None]
 """takes the name of a phase of a start"""
+RecordRoutes = Callable[[Batch, Plan], Callable[[], StepRoutes] | None]
+"""keeps the routes of a step that was launched; returns what waits for those that its plan asks for, None: it asks for none"""
 
 
 def no_report(phase: str) -> None:
@@ -97,17 +79,6 @@ class InFlight:
         return drawn if self.routes is None else drawn._replace(routes=self.routes())
 
 
-class WorkerParts(NamedTuple):
-    """What differs between the worker of one device and those of several ranks (`rollout.engine.parallel`)."""
-
-    make: Callable[[EngineConfig, Device, ModelKernels, PagedKV, Weights], Worker]
-    weights: Callable[[ModelLike, Device], Weights]
-    agree: Callable[[PoolSizes], PoolSizes]
-    """takes the sizes that this device has room for; returns those of all"""
-    agree_with_states: Callable[[SlotCounts, PoolSizes], tuple[SlotCounts, PoolSizes]]
-    """the same for a recurrent model, where slots of states are beside the blocks"""
-
-
 class Worker:
     """Executes plans on one device. Writes KV pages, graphs and, through `Weights`, parameters. Independent of the
     scheduler."""
@@ -117,8 +88,8 @@ class Worker:
         self.model, self.backend = kernels.model, kernels.backend
         self.graphs = device.graphs(kernels.model, config, kernels.backend)
         """captured steps; None: every step is launched kernel by kernel"""
-        self.recorder: RouteRecorder | None = None
-        """records the routes of each step; None: they are not kept"""
+        self.record_routes: RecordRoutes | None = None
+        """keeps the routes of each step; None: they are not kept"""
         self.asleep: set[Tag] = set()
         """parts of the memory that are released"""
         self._drawn: torch.Tensor | None = None
@@ -186,7 +157,7 @@ class Worker:
         logits = run.forward(batch, self.kv, self.backend)
         prefill_seconds = None if began is None else partial(self.device.seconds, began, self.device.mark())
         launched = time.perf_counter()
-        routes = None if self.recorder is None or self.kv.routes is None else self.recorder.keep(batch, plan, self.kv.routes)
+        routes = None if self.record_routes is None else self.record_routes(batch, plan)
         draws = self.device.sample(logits, batch.sampling)
         self._drawn = draws.tokens
         return InFlight(draws, prefill_seconds, built - started, launched - built, time.perf_counter() - launched, routes)
@@ -280,171 +251,6 @@ class Worker:
             else:
                 logits = self.model.forward(batch, self.kv, self.backend)
             self.device.sample(logits, batch.sampling).read()
-
-
-def weights_of(model: ModelLike, device: Device) -> Weights:
-    """Make the weights of a model on one device."""
-    return Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
-
-
-ONE_DEVICE = WorkerParts(Worker, weights_of, lambda sizes: sizes, lambda slots, sizes: (slots, sizes))
-
-
-def open_worker(
-    config: EngineConfig, model: ModelLike | None = None, report: Report = no_report, parts: WorkerParts = ONE_DEVICE
-) -> Worker:
-    """Make the worker of a configuration: open the device, load the model unless one is given, choose its kernels, allocate the
-    KV pools, in this order. `Worker.config` has the defaults that depend on the device. report: takes the name of each phase
-    when it begins. Raises ValueError for a configuration that cannot work."""
-    check_versions()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device, drafts = device_of(config), config.drafts
-    config = resolved(config, device)
-    if model is None:
-        report(f"loading the weights as {config.dtype}")
-        model = open_model(config, device.memory)
-    check_device(device, model)
-    if config.weight_offload is not None and streamed_of(model) is None:
-        raise ValueError(f"weight_offload: {model.name} was given without it; give Model(module, name, OffloadedModel(…))")
-    if config.latent_kv != stores_latents(module_of(model)):
-        raise ValueError(
-            f"latent_kv={config.latent_kv}: {model.name} has the other setting; call use_latent_kv, or plain_kv, first"
-        )
-    report("comparing the kernels with transformers' forward")
-    kernels = choose_kernels(config, device, model)
-    if isinstance(model, Model) and model.states is not None and not model.takes_drafts_back:
-        config = without_drafts(config, drafts)
-    kernels, routes = with_routes(config, kernels)
-    report("allocating the KV pools")
-    weights = parts.weights(model, device)
-    kv = take_kv(config, device, model, routes, parts)
-    worker = parts.make(fitted(config, kv), device, kernels, kv, weights)
-    if routes is not None and isinstance(model, Model):
-        most = max(16, StepCapacity.of(config, model).tokens)
-        worker.recorder = RouteRecorder(model.module, routes, most, device.memory)
-    return worker
-
-
-def with_routes(config: EngineConfig, kernels: ModelKernels) -> tuple[ModelKernels, RouteGeometry | None]:
-    """Return the shape of a model's routes if they are to be kept, and its kernels: the module runs its layers then, which has
-    the bits of a decoder. Raises NoRoutes (a ValueError) for a model without routes."""
-    model, path = kernels.model, kernels.path
-    if not config.routed_experts:
-        return kernels, None
-    if not isinstance(model, Model):
-        raise NoRoutes(f"routed_experts: {model.name} has no module")
-    try:
-        routes = routes_geometry(model.module)
-    except NoRoutes as error:
-        raise NoRoutes(f"routed_experts: {error}; leave it out") from error
-    if model.decoder is not None and path is not None:
-        if config.advanced.fused_layers:
-            raise NoRoutes("routed_experts: fused layers do not record routes; leave advanced.fused_layers out")
-        model.run_by(None)
-        kernels = kernels._replace(path=path._replace(decoder=None, why="routed_experts: the module records the routes"))
-    size = routes.bytes_per_token
-    log.info("routes layers=%d chosen=%d experts=%d bytes_per_token=%d", *routes.shape, routes.experts, size)
-    return kernels, routes
-
-
-def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> ModelKernels:
-    """Choose the attention backend and the execution path of the layers, and compare both with the module's own forward. Raises
-    ValueError."""
-    memory = device.memory
-    capacity, kept = StepCapacity.of(config, model), model.geometry.kept_as(config.kv_dtype)
-    tried = partial(try_out, model, kept, config.block_tokens, memory) if isinstance(model, Model) else lambda backend: None
-    backend = choose_backend(config.attention, device, capacity, tried)
-    int8 = config.weight_dtype == "int8"
-    if int8 and not isinstance(model, Model):
-        raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
-    path = device.equip(model, config, backend) if isinstance(model, Model) else None
-    name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, sums=sums_name(config))
-    kernels = ModelKernels(model, backend, path, name)
-    log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
-    if isinstance(model, Model):
-        check_model(LoadedModel(model, backend, config.block_tokens, capacity.tokens, memory, kept))
-    return kernels
-
-
-def take_kv(
-    config: EngineConfig,
-    device: Device,
-    model: ModelLike,
-    routes: RouteGeometry | None = None,
-    parts: WorkerParts = ONE_DEVICE,
-) -> PagedKV:
-    """Allocate both KV pools, and those of routes and of states. Raises ValueError if there is not enough memory
-    for them, or for their block tables in host memory."""
-    memory, kept = device.memory, model.geometry.kept_as(config.kv_dtype)
-    block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_tokens
-    sizes, geometry, states = parts.agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
-    if geometry is not None:
-        slots, sizes = parts.agree_with_states(*state_sizes(config, geometry.nbytes, sizes, block_bytes, memory))
-        states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))
-    windows = windows_of(model)
-    longest = -(-model.context // config.block_tokens)
-    if any(windows):
-        kv, sizes = _with_windows(config, device, model, sizes, block_bytes, states)
-    else:
-        kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
-    kv.routes = None if routes is None else RoutePages(routes, sizes, memory)
-    check_tables(config, min(longest, len(kv.data)) * (2 if any(windows) else 1))
-    return kv
-
-
-def _with_windows(
-    config: EngineConfig, device: Device, model: ModelLike, sizes: PoolSizes, block_bytes: int, states: StatePages | None
-) -> tuple[PagedKV, PoolSizes]:
-    """Allocate pools for the layers with full attention and for those with a window. Returns them, and the size of the former.
-
-    Args:
-        sizes: blocks for all of them together.
-        block_bytes: of such a block, routes included.
-    """
-    windows, kept = windows_of(model), model.geometry.kept_as(config.kv_dtype)
-    windowed, longest = [window > 0 for window in windows], -(-model.context // config.block_tokens)
-    layers = [[i for i, each in enumerate(windowed) if each == kind] for kind in (False, True)]
-    full, window = (kept.part(each) for each in layers)
-    of_windows = window.bytes_per_token * config.block_tokens
-    each = BlockBytes(block_bytes - of_windows, of_windows)
-    counts, sizes = window_sizes(config, sizes, each, max(windows), longest)
-    kv = PagedKV(full, sizes, device.memory, device.copy_engine(), states)
-    beside = sizes._replace(device=counts.device, host=counts.host)
-    kv.join(PagedKV(window, beside, device.memory, device.copy_engine()), windowed)
-    log.info(
-        "windows tokens=%d layers=%d of=%d blocks=%d host_blocks=%d block_bytes=%d",
-        counts.tokens, sum(windowed), len(windowed), counts.device, counts.host, each.window,
-    )  # fmt: skip
-    return kv, sizes
-
-
-def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
-    """Turn drafts off, for a model whose recurrent layers have no kernels that keep the inputs of a row. asked:
-    `EngineConfig.drafts` as the user set it. Raises ValueError."""
-    if asked:
-        raise ValueError(
-            f"drafts={asked}: without the kernels of the CPU, rejected drafts cannot be removed from a recurrent state; set 0, "
-            "or leave it out"
-        )
-    return msgspec.structs.replace(config, drafts=0)
-
-
-def fitted(config: EngineConfig, kv: PagedKV) -> EngineConfig:
-    """Lower max_num_seqs to the sequences whose recurrent state fits into the pool."""
-    if kv.states is None:
-        return config
-    slots, size = kv.states.slots, kv.states.geometry.nbytes
-    log.info("recurrent state bytes=%d slots=%d host_slots=%d", size, slots.device, slots.host)
-    if slots.sequences >= config.most_seqs:
-        return config
-    log.warning(
-        "fewer sequences run, since each has a recurrent state of %.1f MiB: max_num_seqs=%d becomes %d; raise kv_gib for more",
-        size / 2**20,
-        config.most_seqs,
-        slots.sequences,
-    )
-    return msgspec.structs.replace(config, max_num_seqs=slots.sequences)
 
 
 def parts_to_wake(tags: Collection[Tag] | None, asleep: set[Tag]) -> list[Tag]:

@@ -106,7 +106,7 @@ def loads_quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         return
     from tests.support.loads import decide_once  # with transformers, which a process that only hands out tests does not need
 
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)
+    monkeypatch.setattr("rollout.engine.forward.self_check.check_model", lambda served: None)
     monkeypatch.setattr("rollout.engine.cpu.select_path.CHECKED_ROWS", (1, 33))
     monkeypatch.setattr("rollout.engine.cpu.device.decide", decide_once)
 

@@ -30,10 +30,9 @@ from rollout.engine.cpu.recurrence import ROW_ERRORS, RowsStruct, rows_struct
 from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.attention import AttentionCall, Backend, Scores, located, plain_scores
-from rollout.engine.forward.batch import Batch
+from rollout.engine.forward.batch import Batch, StateRows
 from rollout.engine.forward.shards import parts_of_head
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.states import StateRows
 
 __all__ = ["CHECKED_ROWS", "EchoAttention", "NativeDecoder", "NotNative"]
 

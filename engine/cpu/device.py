@@ -10,16 +10,17 @@ import torch
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.attention import NativeAttention
+from rollout.engine.cpu.build import NativeUnavailable
 from rollout.engine.cpu.exact_modules import NotServed
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
 from rollout.engine.cpu.select_path import BATCH, decide
-from rollout.engine.cuda.attention import triton_attention
 from rollout.engine.forward.arithmetic import torch_arithmetic
-from rollout.engine.forward.attention import Backend, StepCapacity
+from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
+from rollout.engine.forward.interface import ExecutionPath, ModelLike
 from rollout.engine.forward.load import in_one_line
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, UnsupportedModel
+from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.forward.sampling import PendingTokens, SamplingBatch, launch_draws
 from rollout.engine.forward.summed import mark_sums
 from rollout.engine.kv.copies import CopyEngine, SyncCopies
@@ -55,10 +56,15 @@ class CpuDevice:
 
     def backend(self, name: str, capacity: StepCapacity) -> Backend:
         if name == "triton":  # in Triton's interpreter
+            from rollout.engine.cuda.attention import triton_attention
+
             return triton_attention(self.memory.device, capacity)
         if self._without_native:
             raise ValueError(f'attention="native": {self._without_native}; attention="auto" selects the slow torch reference')
-        return NativeAttention(self._threads, self.isa)
+        try:
+            return NativeAttention(self._threads, self.isa)
+        except NativeUnavailable as error:
+            raise CannotAttend(str(error)) from error
 
     def equip(self, model: Model, config: EngineConfig, backend: Backend) -> ExecutionPath | None:
         whole = model.streamed is None

@@ -33,8 +33,8 @@ from rollout.engine.cpu.functions import Callers, plain_calls, plain_functions
 from rollout.engine.cpu.int8 import Int8Linear
 from rollout.engine.cpu.products import DTYPES, Products, products_of
 from rollout.engine.cpu.sums import SumKernels
+from rollout.engine.forward.experts import is_experts, norms_after
 from rollout.engine.forward.latent import latent_heads_of, torch_heads
-from rollout.engine.forward.routes import is_experts, norms_after
 from rollout.engine.forward.shaped import shaped
 from rollout.engine.forward.summed import Summed, summed_of
 

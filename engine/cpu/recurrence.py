@@ -22,7 +22,7 @@ from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import best, isa_of
 from rollout.engine.cpu.kernels import Team
 from rollout.engine.cpu.openmp import symbols
-from rollout.engine.kv.states import StateRows
+from rollout.engine.forward.batch import StateRows
 
 DTYPES = (torch.bfloat16, torch.float32)
 MOST_TAPS, MOST = 8, 512

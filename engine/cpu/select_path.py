@@ -28,7 +28,7 @@ from rollout.engine.cpu.layer_steps import NotNative
 from rollout.engine.cpu.products import NativeProducts, Products, products_of, sensitive
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ExecutionPath, NativeLayers
+from rollout.engine.forward.interface import ExecutionPath, NativeLayers
 from rollout.engine.forward.summed import Summed, summed_of
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.plan import plan_by_hand

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cuda.attention import TritonAttention, TritonByShape, TritonByWindow, triton_attention
+from rollout.engine.cuda.copies import StreamCopies
 from rollout.engine.cuda.digests import device_hashes
 from rollout.engine.cuda.exact import FUSED_LAYERS, make_exact, sum_of_slices
 from rollout.engine.cuda.fused import FusedDecoder, NotFused, SummedProduct
@@ -24,11 +25,12 @@ from rollout.engine.cuda.reduce import sum_of_ranks, sum_over_ranks
 from rollout.engine.cuda.regions import open_driver
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.attention import Backend, StepCapacity
+from rollout.engine.forward.interface import ExecutionPath, ModelLike, module_of, states_of, streamed_of
 from rollout.engine.forward.latent import stores_latents
-from rollout.engine.forward.model import ExecutionPath, Model, ModelLike, module_of, states_of, streamed_of
+from rollout.engine.forward.model import Model
 from rollout.engine.forward.sampling import DrawKernel, PendingTokens, SamplingBatch, launch_draws
 from rollout.engine.forward.summed import mark_sums
-from rollout.engine.kv.copies import CopyEngine, StreamCopies
+from rollout.engine.kv.copies import CopyEngine
 
 LARGE_BYTES = 64 << 30
 """memory of a device that needs many rows to be busy and has room for their KV"""
@@ -47,7 +49,8 @@ class CudaDevice:
     falls_back = False
     fast_attention = "triton"
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        device = torch.device(config.device)
         if config.weight_dtype != "auto":
             raise ValueError(f"weight_dtype={config.weight_dtype!r} is for the CPU: leave it out with device={config.device}")
         if config.isa != "auto":

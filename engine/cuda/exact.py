@@ -23,7 +23,7 @@ from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.norms import agree, candidates
 from rollout.engine.cuda.proofs import Linear
 from rollout.engine.cuda.reduce import joined, rows_at_once
-from rollout.engine.forward.routes import is_experts
+from rollout.engine.forward.experts import is_experts
 from rollout.engine.forward.shaped import shaped
 from rollout.engine.forward.summed import Summed, summed_of
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rollout.engine.cuda.launches import power_of_two
 from rollout.engine.cuda.reduce import joined, rows_at_once
-from rollout.engine.forward.routes import norms_after
+from rollout.engine.forward.experts import norms_after
 from rollout.engine.forward.summed import Summed, summed_of
 
 OTHER_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "einsum", "matmul", "mm"))

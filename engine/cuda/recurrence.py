@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rollout.engine.cuda.launches import power_of_two
-from rollout.engine.kv.states import StateRows, rows_as_table
+from rollout.engine.forward.batch import StateRows, rows_as_table
 
 ARITHMETIC = "scan/1"
 """of the mixers; every change of their sums or roundings increases the version"""

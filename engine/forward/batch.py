@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rollout.engine.forward.adjust import in_place
 from rollout.engine.forward.sampling import SamplingBatch
-from rollout.engine.kv.states import StateRows, rows_as_table
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.scheduling.plan import Plan
 
 MIN_ROWS = {torch.bfloat16: 2, torch.float16: 2}
 """Fewest rows of a matrix product. With fewer rows, libraries use another code path, so that a token's numbers would depend on
 the number of tokens in the step; smaller batches are padded. 16 for all other dtypes."""
+
+
+class StateRows(NamedTuple):
+    """Slots of the rows of a step. Several rows may read a slot; a row may write the slot that it reads; no row writes a slot
+    that another row reads."""
+
+    query_starts: np.ndarray
+    """[R + 1] int32: row r has tokens query_starts[r] … query_starts[r + 1] - 1"""
+    reads: np.ndarray
+    """[R] int32: slot of the state before the row's first token; -1: zeros"""
+    writes: np.ndarray
+    """[R] int32: slot that gets the state after its last token; -1: none, and its inputs are kept for the next step"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,3 +138,10 @@ def _pending(plan: Plan, least: int) -> tuple[np.ndarray, np.ndarray]:
     if len(at) and tokens < least and at[-1] == tokens - 1:
         at = np.concatenate([at, np.arange(tokens, least)])
     return at, padded(draws, len(at))
+
+
+def rows_as_table(rows: StateRows) -> np.ndarray:
+    """Return [3, R + 1] int64 query_starts, reads and writes; the last entries of reads and writes are not used."""
+    none = np.full(1, -1, np.int64)
+    reads, writes = (np.concatenate([each, none]) for each in (rows.reads, rows.writes))
+    return np.stack([rows.query_starts.astype(np.int64), reads, writes])

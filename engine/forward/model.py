@@ -6,21 +6,22 @@ Parameter names are those of the trainer's model. The device decides what runs t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.attention import ATTENTION_NAME, AttentionCall, AttentionProbe, Backend, KVPlace, NoCall
+from rollout.engine.forward.attention import AttentionCall, Backend, KVPlace
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.configuration import configuration_digest
+from rollout.engine.forward.experts import is_experts
+from rollout.engine.forward.interface import NativeLayers
 from rollout.engine.forward.latent import use_latent_kv
 from rollout.engine.forward.load import BrokenModel as BrokenModel  # what loading a model raises is imported from here
 from rollout.engine.forward.load import end_tokens, in_one_line, load_model
+from rollout.engine.forward.paged import ATTENTION_NAME, AttentionProbe, NoCall
 from rollout.engine.forward.recurrence import Recurrence
-from rollout.engine.forward.routes import is_experts
 from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.kv.states import StateGeometry
 from rollout.engine.memory import DeviceMemory
@@ -31,49 +32,6 @@ class UnsupportedModel(ValueError):
     """Paged attention does not support something that the model needs; the message names the model and the feature."""
 
 
-class NativeLayers(Protocol):
-    """Runs the layers of a model in place of its module."""
-
-    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
-
-    def weights_moved(self) -> None:
-        """Update after parameters moved to other addresses."""
-
-
-class ExecutionPath(NamedTuple):
-    """A device's choice of what runs a model, and its arithmetic."""
-
-    decoder: NativeLayers | None
-    """None: the module"""
-    arithmetic: str
-    """name of the products"""
-    torch_bits: bool | None
-    """whether plain torch gives the same bits, at every number of rows that was tried; None: not compared"""
-    why: str
-    """reason why it is not a better one, or why results depend on the batch; empty for the best one"""
-    batch_invariant: bool | None = None
-    """whether a token has the same bits alone and in larger batches, at every number of rows that was tried; None: not
-    compared"""
-
-
-class ModelLike(Protocol):
-    """Interface of a model for an engine. `Model` implements it; tests and benchmarks have smaller implementations."""
-
-    name: str
-    vocab_size: int
-    context: int
-    """tokens of the longest sequence"""
-    heads: Sequence[tuple[int, int, int, int]]
-    """(q_heads, kv_heads, head_dim, value_dim) of each layer with attention"""
-    device: torch.device
-    geometry: KVGeometry
-    eos_token_ids: frozenset[int]
-
-    def forward(self, batch: Batch, kv: PagedKV, backend: Backend) -> torch.Tensor:
-        """Return [S, vocabulary] logits of the tokens `batch.logits_at`."""
-
-
 def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
     """Load the model of a configuration. Raises ValueError if it cannot be loaded or is not supported."""
     dtype, offload = getattr(torch, config.dtype), config.weight_offload
@@ -82,39 +40,6 @@ def open_model(config: EngineConfig, memory: DeviceMemory) -> Model:
         use_latent_kv(module)
     streamed = None if offload is None else OffloadedModel(module, config.model, offload, memory)
     return Model(module, config.model, streamed)
-
-
-def module_of(model: ModelLike) -> torch.nn.Module | None:
-    """Return the module whose tensors are the model's weights; None: the model has no tensors."""
-    return getattr(model, "module", None)
-
-
-def weights_moved(model: ModelLike) -> None:
-    """Tell the decoder of a model, if it has one, that parameters have other addresses."""
-    if isinstance(model, Model) and model.decoder is not None:
-        model.decoder.weights_moved()
-
-
-def states_of(model: ModelLike) -> StateGeometry | None:
-    """Return the shapes of a model's recurrent state; None: it has none."""
-    return getattr(model, "states", None)
-
-
-def advance_states(model: ModelLike, kv: PagedKV, advances: np.ndarray) -> None:
-    """Advance the recurrent states of rows of the newest step: see `Plan.state_advances`."""
-    assert isinstance(model, Model) and kv.states is not None
-    model.recurrence.advance(kv.states, advances)
-
-
-def windows_of(model: ModelLike) -> tuple[int, ...]:
-    """Return the window of each layer that stores KV, in tokens: 0 where a query attends to all positions, or where the KV of
-    all tokens is held."""
-    return getattr(model, "windows", ())
-
-
-def streamed_of(model: ModelLike) -> OffloadedModel | None:
-    """Return the weight offload of a model; None: all layers are on the device."""
-    return getattr(model, "streamed", None)
 
 
 class Model:

@@ -26,8 +26,10 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from rollout.engine.forward.attention import AttentionCall, AttentionProbe
-from rollout.engine.kv.states import StateGeometry, StateLayer, StatePages, StateRows
+from rollout.engine.forward.attention import AttentionCall
+from rollout.engine.forward.batch import StateRows
+from rollout.engine.forward.paged import AttentionProbe
+from rollout.engine.kv.states import StateGeometry, StateLayer, StatePages
 
 CONV = "causal_conv1d_fn"
 CACHES = frozenset(("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"))

@@ -27,7 +27,8 @@ import torch
 
 from rollout.engine.forward.attention import Scores
 from rollout.engine.forward.batch import Batch
-from rollout.engine.kv.pages import Cells, PagedKV, keys_and_values
+from rollout.engine.kv.cells import Cells, keys_and_values
+from rollout.engine.kv.pages import PagedKV
 
 MASKED = -1e30
 

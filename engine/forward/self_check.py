@@ -34,13 +34,14 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engine.forward.attention import Backend, CannotAttend, Scores, prepared
-from rollout.engine.forward.batch import MIN_ROWS, Batch, padded
+from rollout.engine.forward.batch import MIN_ROWS, Batch, StateRows, padded
+from rollout.engine.forward.interface import windows_of
 from rollout.engine.forward.load import in_one_line
-from rollout.engine.forward.model import Model, UnsupportedModel, windows_of
+from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.kv.block import BlockCopies, SlotCounts
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
-from rollout.engine.kv.states import StatePages, StateRows
+from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.scheduling.plan import plan_by_hand
 

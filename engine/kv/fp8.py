@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import torch
 
-SCALE_BYTES = 4
-"""bytes of the two bf16 scales, of K and of V, per token and head"""
 SHARE_OF_MOST = 1 / 448
 LEAST_SCALE = 2.0**-126
 """smallest scale, so that 1 / scale is finite"""

@@ -20,19 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rollout.engine.config import KVName
-from rollout.engine.kv import fp8
 from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import ALL_SLOTS, Copied, CopyEngine, step_claims
 from rollout.engine.kv.pools import Pools
-from rollout.engine.kv.routes import RoutePages
 from rollout.engine.kv.sizing import PoolSizes
-from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import DeviceMemory
+
+if TYPE_CHECKING:
+    from rollout.engine.kv.routes import RoutePages
+    from rollout.engine.kv.states import StatePages
+
+SCALE_BYTES = 4
+"""bytes of the two bf16 scales of KV in fp8, of K and of V, per token and head"""
 
 
 class LayerShape(NamedTuple):
@@ -87,7 +91,7 @@ class KVGeometry(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        scales = fp8.SCALE_BYTES if self.fp8 else 0
+        scales = SCALE_BYTES if self.fp8 else 0
         return sum(heads * ((k + v) * self.stored.itemsize + scales) for heads, k, v in self.shapes)
 
     def kept_as(self, kv_dtype: KVName) -> KVGeometry:
@@ -118,12 +122,12 @@ class KVGeometry(NamedTuple):
             return codes
         if shape.head_dim % 2 or shape.value_dim % 2:
             raise ValueError(f"kv_dtype=fp8_e4m3: heads of {shape.head_dim} and {shape.value_dim} numbers: both must be even")
-        if codes % fp8.SCALE_BYTES:
+        if codes % SCALE_BYTES:
             raise ValueError(
                 f"kv_dtype=fp8_e4m3 with block_size={block_size}: a layer of a block has {codes} numbers, which must be a "
-                f"multiple of {fp8.SCALE_BYTES}; choose a block_size that is a multiple of {fp8.SCALE_BYTES}"
+                f"multiple of {SCALE_BYTES}; choose a block_size that is a multiple of {SCALE_BYTES}"
             )
-        return codes + shape.kv_heads * block_size * fp8.SCALE_BYTES
+        return codes + shape.kv_heads * block_size * SCALE_BYTES
 
 
 class LayerPlace(NamedTuple):
@@ -226,44 +230,3 @@ class PagedKV(Pools):
             self.routes.move(moves)
         claims = ALL_SLOTS if spans is None else step_claims(len(self.data), self.block_size, spans)
         return self.copy_engine.run(moves, self.copy, claims)
-
-
-class Cells(NamedTuple):
-    """K or V of one layer in the device pool, as views: one cell per token and head."""
-
-    numbers: torch.Tensor
-    """[blocks, kv_heads, block_size, width]: numbers, or fp8 codes"""
-    scales: torch.Tensor | None = None
-    """[blocks, kv_heads, block_size] bf16; None: not fp8"""
-
-    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """Store values [T, kv_heads, width] in slots [T] int64, each block · block_size + offset."""
-        size = self.numbers.shape[2]
-        block, at = slots // size, slots % size
-        if self.scales is None:
-            self.numbers[block, :, at] = values.to(self.numbers.dtype)
-        else:
-            self.numbers[block, :, at], self.scales[block, :, at] = fp8.encode(values)
-
-    def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return [N, kv_heads, block_size, width] fp32 of N blocks."""
-        if self.scales is None:
-            return self.numbers[blocks].float()
-        return fp8.decode(self.numbers[blocks], self.scales[blocks])
-
-
-def keys_and_values(kv: PagedKV, layer: int) -> tuple[Cells, Cells]:
-    """View K and V of a layer in the device pool."""
-    if kv.data.dim() == 6:
-        return Cells(kv.data[:, layer, 0]), Cells(kv.data[:, layer, 1])
-    geometry, starts = kv.geometry, kv.geometry.starts(kv.block_size)
-    at = kv.data.flatten(1)[:, starts[layer] : starts[layer + 1]]
-    heads, head_dim, value_dim = geometry.shapes[layer]
-    tokens = heads * kv.block_size
-    middle, end = tokens * head_dim, tokens * (head_dim + value_dim)
-    shape = len(at), heads, kv.block_size, -1
-    keys, values = at[:, :middle].view(shape), at[:, middle:end].view(shape)
-    if not geometry.fp8:
-        return Cells(keys), Cells(values)
-    scales = at[:, end:].view(torch.bfloat16).view(*shape[:3], 2)
-    return Cells(keys, scales[..., 0]), Cells(values, scales[..., 1])

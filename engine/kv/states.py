@@ -56,25 +56,6 @@ class StateGeometry(NamedTuple):
         return max(ALIGNED, first + -(-int(np.prod(shape)) * dtype.itemsize // ALIGNED) * ALIGNED)
 
 
-class StateRows(NamedTuple):
-    """Slots of the rows of a step. Several rows may read a slot; a row may write the slot that it reads; no row writes a slot
-    that another row reads."""
-
-    query_starts: np.ndarray
-    """[R + 1] int32: row r has tokens query_starts[r] … query_starts[r + 1] - 1"""
-    reads: np.ndarray
-    """[R] int32: slot of the state before the row's first token; -1: zeros"""
-    writes: np.ndarray
-    """[R] int32: slot that gets the state after its last token; -1: none, and its inputs are kept for the next step"""
-
-
-def rows_as_table(rows: StateRows) -> np.ndarray:
-    """Return [3, R + 1] int64 query_starts, reads and writes; the last entries of reads and writes are not used."""
-    none = np.full(1, -1, np.int64)
-    reads, writes = (np.concatenate([each, none]) for each in (rows.reads, rows.writes))
-    return np.stack([rows.query_starts.astype(np.int64), reads, writes])
-
-
 class StatePages(Pools):
     """Both pools of states. The recurrent layers write the device pool, `move` both."""
 

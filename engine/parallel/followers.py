@@ -23,8 +23,8 @@ import psutil
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.sums import SumKernels, shared_bytes
-from rollout.engine.devices import exchanges_itself
 from rollout.engine.forward.summed import RankExchange
+from rollout.engine.parallel.devices import exchanges_itself
 from rollout.engine.parallel.group_exchange import GroupExchange
 from rollout.engine.parallel.messages import Failed, Joining, RankAnswer, RankChannel, ReadMemory, Reply, Start, StopRank
 from rollout.engine.parallel.placement import MeetingPlace, RankPosition

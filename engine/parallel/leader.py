@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
+from rollout.engine.build import device_of
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.sums import SumKernels
-from rollout.engine.devices import device_of
 from rollout.engine.forward.load import BrokenModel, in_one_line
 from rollout.engine.forward.shards import LoadedPart, check_folder
 from rollout.engine.forward.summed import RankExchange

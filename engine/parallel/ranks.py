@@ -15,23 +15,25 @@ import msgspec
 import torch
 import xxhash
 
+from rollout.engine.build import WorkerParts, open_worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.sums import Exchange, SumKernels, shared_bytes
-from rollout.engine.devices import device_of_rank, exchange_on
+from rollout.engine.forward.interface import weights_moved
 from rollout.engine.forward.load import BrokenModel, in_one_line
-from rollout.engine.forward.model import Model, weights_moved
+from rollout.engine.forward.model import Model
 from rollout.engine.forward.shards import LoadedPart, RankPlace, load_part
 from rollout.engine.forward.summed import SLICES, RankExchange, Summed, sum_slices
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import DeviceMemory
+from rollout.engine.parallel.devices import device_of_rank, exchange_on
 from rollout.engine.parallel.placement import START_S, RankPosition
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.values import RankLost
 from rollout.engine.weights.cuts import NotCut
 from rollout.engine.weights.layer_cuts import summed_products_of
-from rollout.engine.worker import InFlight, Report, Worker, WorkerParts, no_report, open_worker
+from rollout.engine.worker import InFlight, Report, Worker, no_report
 
 CHECK_STEPS = 256
 """steps between two comparisons of what the ranks have drawn"""

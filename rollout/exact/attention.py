@@ -32,7 +32,6 @@ from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.shaped import shaped
 from rollout.engine.kv.pages import KVGeometry
 from rollout.exact.layout import BatchLayout, rows_of
-from rollout.exact.on_device import DeviceAttention
 from rollout.exact.recurrence import ROWS
 
 TEXT = frozenset(
@@ -116,6 +115,8 @@ def use_exact_attention(
     if model.device.type == "cpu":
         name = trainer_attention(block_size, threads, isa)
     elif model.device.type == "cuda" and threads is None and isa is None:
+        from rollout.exact.attention_on_device import DeviceAttention
+
         name = register(f"{OURS}_trainer_{block_size}_{model.device}", DeviceAttention(model.device).attend, block_size)
     else:
         raise ValueError(f"the model is on {model.device}: the kernels run on the CPU, and on CUDA without threads and isa")

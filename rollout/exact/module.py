@@ -14,7 +14,6 @@ from rollout.engine.cpu.exact_modules import plain_products, unreached, use_prod
 from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
-from rollout.engine.cuda.fused import NotFused
 from rollout.engine.forward.arithmetic import (
     INT8,
     LATENT,
@@ -27,9 +26,7 @@ from rollout.engine.forward.arithmetic import (
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
 from rollout.engine.forward.summed import SLICES, Summed, sum_slices, whole_sums
 from rollout.engine.weights.layer_cuts import summed_products
-from rollout.exact import on_device
 from rollout.exact.attention import use_exact_attention
-from rollout.exact.fused import use_fused_layers
 from rollout.exact.recurrence import use_exact_recurrence
 
 
@@ -77,7 +74,9 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
         return _use_exact_in_int8(model, without_int8(arithmetic), block_size, threads)
     _check_precision(model.device)
     if model.device.type == "cuda":
-        return _use_exact_on_device(model, arithmetic, block_size)
+        from rollout.exact.on_device import use_exact_on_device
+
+        return Exact(*use_exact_on_device(model, arithmetic, block_size))
     products, attention = isas_for(arithmetic)  # before anything is changed
     undo = use_exact_attention(model, block_size, threads, attention)
     restore: list[Callable[[], None]] = []
@@ -172,45 +171,15 @@ def _probe(model: Any) -> Callers:
     return called
 
 
-def _use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> Exact:
-    fused = arithmetic is None or on_device.is_fused(arithmetic)
-    products = on_device.products_of(model, arithmetic)
-    wanted = on_device.arithmetic_of(model, model.device, fused, products.name)
-    if arithmetic not in (None, wanted):
-        raise ValueError(
-            f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
-            "cuda and exact = true, on GPUs of the trainer's compute capability and with its versions of Triton and cuBLASLt"
-        )
-    undo: list[Callable[[], None]] = []
-
-    def remove() -> None:
-        for each in reversed(undo):
-            each()
-
-    try:
-        undo.append(use_exact_attention(model, block_size))
-        undo.append(on_device.use_products(model, products.multiply))
-        if fused:
-            undo.append(use_fused_layers(model, block_size))
-    except NotFused as error:
-        if arithmetic is not None:
-            remove()
-            raise ValueError(
-                f"the service computes with arithmetic {arithmetic!r}, and this model's layers cannot be fused: {error}"
-            ) from error
-        wanted = on_device.arithmetic_of(model, model.device, False, products.name)  # a service does not fuse them either
-    except BaseException:
-        remove()
-        raise
-    return Exact(wanted, remove)
-
-
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Return the log-probs of tokens [...] under logits [..., V]: float32, the service's bits, with a gradient. Temperature 0,
     at which the service takes the likeliest token, has the log-probs of 1, as the service reports them. On CUDA they come from
     the service's own kernel, where Triton is there."""
-    if logits.is_cuda and on_device.has_kernels():
-        return on_device.token_logprobs(logits, tokens, temperature)
+    if logits.is_cuda:
+        from rollout.exact import on_device
+
+        if on_device.has_kernels():
+            return on_device.token_logprobs(logits, tokens, temperature)
     return plain_logprobs(logits, tokens, temperature)
 
 

@@ -10,17 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from rollout.engine.cuda import exact
-from rollout.engine.cuda.attention import TritonAttention, arithmetic_on
+from rollout.engine.cuda.attention import arithmetic_on
 from rollout.engine.cuda.device import draw_kernel
 from rollout.engine.cuda.exact import make_exact, make_plain
+from rollout.engine.cuda.fused import NotFused
 from rollout.engine.cuda.library_products import LIBRARY, ExactProducts, choose_products, library_products, triton_products
 from rollout.engine.cuda.proofs import Linear, Unproven
 from rollout.engine.cuda.recurrence import TritonMixers
-from rollout.engine.forward.attention import Scores, StepCapacity
 from rollout.engine.forward.recurrence import CONV, names_in_forward
-from rollout.exact.recurrence import use_exact_recurrence_on_device
+from rollout.exact.attention import use_exact_attention
+from rollout.exact.fused import use_fused_layers
+from rollout.exact.recurrence import compute_by
 
 
 def arithmetic_of(model: torch.nn.Module, device: torch.device, fused: bool = False, products: str = exact.ARITHMETIC) -> str:
@@ -30,62 +33,6 @@ def arithmetic_of(model: torch.nn.Module, device: torch.device, fused: bool = Fa
     products += exact.FUSED_LAYERS if fused else ""
     parts = [products, *([TritonMixers.arithmetic] if recurrent else []), arithmetic_on(device)]
     return "+".join(parts)
-
-
-Heads = tuple[int, int, int, int, int]
-"""query heads, KV heads, widths of K and of V, bytes of a number"""
-
-
-class DeviceAttention:
-    """`rollout.engine.forward.attention.Backend` on a GPU for batches of any size. Its arrays grow to the largest batch so
-    far. A batch is prepared once for all layers of one shape. programs: concurrent programs of the kernel; None = chosen for
-    the device."""
-
-    def __init__(self, device: torch.device, programs: int | None = None) -> None:
-        self._device = device
-        self._programs = programs
-        self._kinds: dict[Heads, TritonAttention] = {}
-        self._prepared: dict[Heads, tuple[Any, Any]] = {}
-        """the batch that the arrays describe, and what `prepare` returned for it"""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch: Any,
-        kv: Any,
-        scores: Scores,
-    ) -> torch.Tensor:
-        wanted = StepCapacity(
-            tokens=max(len(query), 16), rows=max(len(batch.block_table), 16), columns=batch.block_table.shape[1],
-            q_heads=query.shape[1], kv_heads=key.shape[1], head_dim=key.shape[2], itemsize=query.element_size(),
-            other_value_dim=None if value.shape[2] == key.shape[2] else value.shape[2],
-        )  # fmt: skip
-        kind = heads_of(wanted)
-        inner = self._fitting(kind, wanted)
-        if kind not in self._prepared or self._prepared[kind][0] is not batch:
-            self._prepared[kind] = batch, inner.prepare(batch, kv)
-        batch.attention = self._prepared[kind][1]
-        return inner.attend(layer, query, key, value, batch, kv, scores)
-
-    def _fitting(self, kind: Heads, wanted: StepCapacity) -> TritonAttention:
-        inner = self._kinds.get(kind)
-        if inner is None or not _fits(wanted, inner.capacity):
-            self._kinds[kind] = inner = TritonAttention(self._device, wanted, self._programs)
-            self._prepared.pop(kind, None)
-        return inner
-
-
-def heads_of(capacity: StepCapacity) -> Heads:
-    """Return what the arrays of one `TritonAttention` are for."""
-    return capacity.q_heads, capacity.kv_heads, capacity.head_dim, capacity.value_dim, capacity.itemsize
-
-
-def _fits(wanted: StepCapacity, has: StepCapacity) -> bool:
-    table = wanted.rows * wanted.columns <= has.rows * has.columns
-    return wanted.tokens <= has.tokens and wanted.rows <= has.rows and table
 
 
 def is_fused(arithmetic: str) -> bool:
@@ -122,6 +69,47 @@ def use_products(module: torch.nn.Module, multiply: Linear | None = None) -> Cal
         make_plain(module)
 
     return undo
+
+
+def use_exact_recurrence_on_device(model: nn.Module) -> Callable[[], None]:
+    """Do what `use_exact_recurrence` does with the kernels of a service on CUDA."""
+    mixers = [each for each in model.modules() if CONV in names_in_forward(each)]
+    return compute_by(TritonMixers(), mixers) if mixers else lambda: None
+
+
+def use_exact_on_device(model: Any, arithmetic: str | None, block_size: int) -> tuple[str, Callable[[], None]]:
+    """Do what `use_exact` does for a model on CUDA. Returns the name of the products, and a function that restores the model.
+    Raises as `use_exact`."""
+    fused = arithmetic is None or is_fused(arithmetic)
+    products = products_of(model, arithmetic)
+    wanted = arithmetic_of(model, model.device, fused, products.name)
+    if arithmetic not in (None, wanted):
+        raise ValueError(
+            f"the service computes with arithmetic {arithmetic!r}, this trainer with {wanted}: start the service with device = "
+            "cuda and exact = true, on GPUs of the trainer's compute capability and with its versions of Triton and cuBLASLt"
+        )
+    undo: list[Callable[[], None]] = []
+
+    def remove() -> None:
+        for each in reversed(undo):
+            each()
+
+    try:
+        undo.append(use_exact_attention(model, block_size))
+        undo.append(use_products(model, products.multiply))
+        if fused:
+            undo.append(use_fused_layers(model, block_size))
+    except NotFused as error:
+        if arithmetic is not None:
+            remove()
+            raise ValueError(
+                f"the service computes with arithmetic {arithmetic!r}, and this model's layers cannot be fused: {error}"
+            ) from error
+        wanted = arithmetic_of(model, model.device, False, products.name)  # a service does not fuse them either
+    except BaseException:
+        remove()
+        raise
+    return wanted, remove
 
 
 def has_kernels() -> bool:

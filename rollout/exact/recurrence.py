@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from rollout.engine.cpu.recurrence import RecurrenceKernels
-from rollout.engine.cuda.recurrence import TritonMixers
+from rollout.engine.forward.batch import StateRows
 from rollout.engine.forward.recurrence import CONV, OF_TOKENS, SCANS, TokenMixers, names_in_forward, rebind, run_kernel
 from rollout.engine.forward.shaped import shaped
-from rollout.engine.kv.states import StateRows
 from rollout.exact.layout import BatchLayout
 
 ROWS = "exact_rows"
@@ -37,12 +36,6 @@ def use_exact_recurrence(model: nn.Module, threads: int | None, isa: str) -> Cal
             "the bits of torch's recurrent layers depend on the batch: start the service with an isa that has kernels"
         )
     return compute_by(RecurrenceKernels(isa, threads), mixers) if mixers else lambda: None
-
-
-def use_exact_recurrence_on_device(model: nn.Module) -> Callable[[], None]:
-    """Do the same with the kernels of a service on CUDA."""
-    mixers = [each for each in model.modules() if CONV in names_in_forward(each)]
-    return compute_by(TritonMixers(), mixers) if mixers else lambda: None
 
 
 def compute_by(kernels: TokenMixers, mixers: list[nn.Module]) -> Callable[[], None]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
-from rollout.engine.forward.routes import ExpertsLayer, NoRoutes, experts_in
+from rollout.engine.forward.experts import ExpertsLayer, NoRoutes, experts_in
 
 LIVE = -1
 """in place of an expert's id: the router chooses by itself"""

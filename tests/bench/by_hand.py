@@ -21,7 +21,8 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward.attention import Scores, located
 from rollout.engine.forward.attention import prepared as with_metadata
 from rollout.engine.forward.batch import Batch
-from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
+from rollout.engine.kv.cells import keys_and_values
+from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.memory import free_memory
 from rollout.engine.scheduling.plan import SharedPrefix, plan_by_hand
 

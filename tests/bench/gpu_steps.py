@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from rollout.bench.inputs import lognormal
+from rollout.engine.build import device_of
 from rollout.engine.config import AdvancedConfig, WeightOffload
 from rollout.engine.cuda.exact import make_plain
-from rollout.engine.devices import device_of
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model

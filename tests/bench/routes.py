@@ -23,9 +23,9 @@ from transformers import AutoConfig
 
 from rollout.bench.harness import BenchSetup, Row
 from rollout.engine.engine import Engine
+from rollout.engine.forward.experts import choices_of, experts_in
 from rollout.engine.forward.model import Model
 from rollout.engine.forward.random_weights import draw
-from rollout.engine.forward.routes import choices_of, experts_in
 from rollout.engine.values import Group, Sample, Sampling
 from rollout.exact import batch_routes, replay, sample_logprobs, use_exact
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.bench.inputs import of_vocabulary
 from rollout.engine.engine import Engine
-from rollout.engine.forward.model import module_of
+from rollout.engine.forward.interface import module_of
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.models import hide_progress_bars
 

@@ -23,7 +23,7 @@ from rollout.bench.inputs import lognormal, long_enough
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.batch import Batch
-from rollout.engine.forward.model import ModelLike, windows_of
+from rollout.engine.forward.interface import ModelLike, windows_of
 from rollout.models import hide_progress_bars
 from tests.bench.by_hand import (
     attention_alone,
@@ -86,7 +86,7 @@ def shapes(device: str) -> tuple[PrefixShape, ...]:
 def measure_model(setup: BenchSetup) -> Iterator[Row]:
     """Yield a row per variant and a summary for each shape. Raises BenchFailed if variants differ or memory does not
     suffice."""
-    from rollout.engine.devices import device_of
+    from rollout.engine.build import device_of
     from rollout.engine.forward.model import open_model
 
     hide_progress_bars()

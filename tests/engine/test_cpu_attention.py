@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.build import choose_backend
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import build
 from rollout.engine.cpu.attention import NativeAttention, Widths, address
@@ -22,7 +23,6 @@ from rollout.engine.cpu.device import CpuDevice
 from rollout.engine.cpu.isa import EMULATED, here, isa_of
 from rollout.engine.cpu.isa import best as best_isa
 from rollout.engine.cuda.device import CudaDevice
-from rollout.engine.devices import choose_backend
 from rollout.engine.forward.attention import CannotAttend, Scores, StepCapacity
 from rollout.engine.forward.reference import ReferenceAttention, tanh
 from tests.support import paged

@@ -16,8 +16,8 @@ from rollout.engine.cpu.exact_modules import plain_products
 from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.layer_steps import CONVOLVE, DECAY, DELTA, GATE, GATED_NORM, HEADS, MULTIPLY, NORM
 from rollout.engine.engine import Engine
+from rollout.engine.forward.batch import StateRows
 from rollout.engine.forward.model import Model
-from rollout.engine.kv.states import StateRows
 from rollout.exact import use_exact
 from tests.support.equipped import equip
 from tests.support.isas import best_first

@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rollout.engine.build import sums_name  # noqa: E402
 from rollout.engine.cuda import reduce, tiles  # noqa: E402
 from rollout.engine.cuda.fused import FusedDecoder  # noqa: E402
 from rollout.engine.cuda.reduce import DeviceExchange  # noqa: E402
-from rollout.engine.devices import device_of_rank, sums_name  # noqa: E402
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.summed import SLICES, Summed, sum_slices
+from rollout.engine.parallel.devices import device_of_rank  # noqa: E402
 from rollout.engine.parallel.follower import Follower  # noqa: E402
 from rollout.engine.parallel.ranks import Ranks, check_alike  # noqa: E402
 from rollout.engine.values import Group, RankLost  # noqa: E402
@@ -30,6 +31,7 @@ from rollout.engine.weights.layer_cuts import summed_products  # noqa: E402
 from rollout.engine.weights.tensors import InvalidWeights  # noqa: E402
 from rollout.exact import on_device, sample_logprobs  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
+from rollout.exact.attention_on_device import DeviceAttention  # noqa: E402
 from rollout.exact.fused import use_fused_layers  # noqa: E402
 from tests.support import ranks as of_ranks  # noqa: E402
 from tests.support.configs import engine_config  # noqa: E402
@@ -120,7 +122,7 @@ def test_a_trainer_has_the_bits_of_two_ranks(replicas: Replicas) -> None:
     engine.refresh(replicas.weights(8))
     sample = run(engine, asked("trained")[1:])["btrained", 0]
     sequence = [(np.array([9, 8]), sample.token_ids)]
-    backend = on_device.DeviceAttention(torch.device("cpu"), 2)
+    backend = DeviceAttention(torch.device("cpu"), 2)
     found = []
     for summed in (True, False):
         model: Any = replicas.weights(8)

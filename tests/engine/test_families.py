@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rollout.engine import worker
 from tests.support import families
 from tests.support.families import (
     FAMILIES,
@@ -138,7 +137,7 @@ def test_a_crash_and_a_hang_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_sweep_sees_a_model_that_is_served_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its negative control: without the judge, a window that only the mask knows is served, and wrong."""
-    monkeypatch.setattr(worker, "check_model", lambda *_: None)
+    monkeypatch.setattr("rollout.engine.forward.self_check.check_model", lambda *_: None)
     assert outcome(build("phimoe"), "phimoe", ["in a large pool"]).kind == "wrong"
 
 

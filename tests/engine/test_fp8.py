@@ -15,7 +15,8 @@ import torch
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.arithmetic import FP8, without_fp8
 from rollout.engine.kv import fp8
-from rollout.engine.kv.pages import KVGeometry, PagedKV, keys_and_values
+from rollout.engine.kv.cells import keys_and_values
+from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.values import Group, Sample, Sampling
@@ -161,7 +162,7 @@ def test_triton_s_samples_are_the_reference_s_up_to_rounding(monkeypatch: pytest
     """A whole engine in the interpreter: a prompt in chunks, a fork in the middle of a block, a partial block written on."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr("rollout.engine.cuda.tiles.CHUNK_TOKENS", 16)
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda *_: None)
+    monkeypatch.setattr("rollout.engine.forward.self_check.check_model", lambda *_: None)
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     asked = group("one", range(3, 24), n=2, max_tokens=4, ignore_eos=True)
     samples = []

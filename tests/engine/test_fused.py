@@ -19,7 +19,8 @@ from rollout.engine.cuda.fused import CHECKED_ROWS, FusedDecoder, NotFused  # no
 from rollout.engine.engine import Engine  # noqa: E402
 from rollout.engine.forward.model import Model  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402
-from rollout.engine.kv.pages import PagedKV, keys_and_values  # noqa: E402
+from rollout.engine.kv.cells import keys_and_values  # noqa: E402
+from rollout.engine.kv.pages import PagedKV  # noqa: E402
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory  # noqa: E402
 from tests.support.configs import engine_config
@@ -115,7 +116,9 @@ def test_an_engine_of_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of a full forward of the module, with a prefix in common and padding; refreshed in place, and after a sleep."""
     monkeypatch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (3,))
     monkeypatch.setattr(CpuDevice, "equip", lambda self, model, config, backend: fuse(model, backend))
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda served: None)  # takes seconds in the interpreter
+    monkeypatch.setattr(
+        "rollout.engine.forward.self_check.check_model", lambda served: None
+    )  # takes seconds in the interpreter
     settings = engine_config(
         device=DEVICE, dtype="float32", attention="triton", block_size=4, kv_tokens=512, max_num_seqs=16, max_batch_tokens=64,
         cpu_offload_gib=0, cuda_graphs=False, fused_layers=True,

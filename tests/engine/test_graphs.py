@@ -41,8 +41,8 @@ def small_chunks() -> Iterator[None]:
     """And no trial or comparison at each start, which takes as long as a test here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 8)
-        patch.setattr("rollout.engine.worker.try_out", lambda *_: None)
-        patch.setattr("rollout.engine.worker.check_model", lambda *_: None)
+        patch.setattr("rollout.engine.forward.self_check.try_out", lambda *_: None)
+        patch.setattr("rollout.engine.forward.self_check.check_model", lambda *_: None)
         yield
 
 

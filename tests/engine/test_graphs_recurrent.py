@@ -55,8 +55,8 @@ def small() -> Iterator[None]:
     """Short chunks; memory of a device, to which the rows of states are sent; and no trial or comparison at each start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "CHUNK_TOKENS", 8)
-        patch.setattr("rollout.engine.worker.try_out", lambda *_: None)
-        patch.setattr("rollout.engine.worker.check_model", lambda *_: None)
+        patch.setattr("rollout.engine.forward.self_check.try_out", lambda *_: None)
+        patch.setattr("rollout.engine.forward.self_check.check_model", lambda *_: None)
         patch.setattr("rollout.engine.memory.pinned", anonymous)
         patch.setattr("rollout.engine.cpu.device.HostMemory", lambda: eager_memory(HostDriver()))
         yield

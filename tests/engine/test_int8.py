@@ -376,7 +376,7 @@ def test_offloaded_layers_are_refused() -> None:
 
 def test_a_gpu_refuses_it() -> None:
     with pytest.raises(ValueError, match="weight_dtype='int8' is for the CPU"):
-        CudaDevice(EngineConfig(weight_dtype="int8", device="cuda"), torch.device("cuda"))
+        CudaDevice(EngineConfig(weight_dtype="int8", device="cuda"))
 
 
 def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.build import device_of
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import isa, kernels
 from rollout.engine.cpu.attention import _Step
 from rollout.engine.cpu.build import LayoutMismatch, NativeUnavailable, check_layout
 from rollout.engine.cpu.isa import ISAS, here, isa_of, lacking
 from rollout.engine.cpu.kernels import Kernels, Team, _Draw, choose
-from rollout.engine.devices import device_of
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
 from tests.support.tiny import tiny, tiny_engine

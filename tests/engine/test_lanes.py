@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rollout.engine.cuda.copies import StreamCopies
 from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import ALL_SLOTS, Copy, Pairs, SlotClaims, StreamCopies, SyncCopies, step_claims
+from rollout.engine.kv.copies import ALL_SLOTS, Copy, Pairs, SlotClaims, SyncCopies, step_claims
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory

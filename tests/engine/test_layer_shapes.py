@@ -16,7 +16,8 @@ from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.forward.reference import ReferenceAttention
 from rollout.engine.forward.self_check import LoadedModel, check_model
-from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV, keys_and_values
+from rollout.engine.kv.cells import keys_and_values
+from rollout.engine.kv.pages import KVGeometry, LayerShape, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.plan import plan_by_hand
@@ -174,7 +175,7 @@ def test_triton_has_arrays_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("rollout.engine.cuda.tiles.CHUNK_TOKENS", 16)
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda *_: None)
+    monkeypatch.setattr("rollout.engine.forward.self_check.check_model", lambda *_: None)
     sizes = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
     each = group("a", np.arange(7, 30), n=2, max_tokens=4, ignore_eos=True)
     options: dict[str, Any] = {"max_batch_tokens": 16, "max_num_seqs": 16, "kv_tokens": 128}

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from rollout.engine.build import resolved
 from rollout.engine.config import AdvancedConfig, EngineConfig
 from rollout.engine.cuda.memory import CudaMemory
-from rollout.engine.devices import resolved
 from rollout.engine.kv import sizing as sizes
 from rollout.engine.kv.sizing import blocks_in_host_memory
 from rollout.engine.memory import HostMemory, host_buffer, pinned

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rollout.engine.cuda import recurrence, recurrence_kernels  # noqa: E402
 from rollout.engine.cuda.recurrence import TritonMixers, bytes_of_decode, tile_of  # noqa: E402
-from rollout.engine.kv.states import rows_as_table  # noqa: E402
+from rollout.engine.forward.batch import rows_as_table  # noqa: E402
 from tests.support.mixers import (  # noqa: E402
     BF16,
     FP32,

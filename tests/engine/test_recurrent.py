@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine import worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
@@ -234,7 +233,7 @@ def test_states_are_committed_where_their_size_was_set(
     """kv_gib includes them; with kv_tokens they come on top, for max_num_seqs sequences that may never come."""
     pages, populated = [], list[Any]()
     monkeypatch.setattr(pools, "_populate", populated.append)
-    monkeypatch.setattr(worker, "StatePages", lambda *given: pages.append(StatePages(*given)) or pages[-1])
+    monkeypatch.setattr("rollout.engine.kv.states.StatePages", lambda *given: pages.append(StatePages(*given)) or pages[-1])
     engine_of("qwen3_5_text", **{**dict.fromkeys(("kv_tokens", "kv_gib")), **config})
     assert (pages[0]._map in populated) == committed
 

@@ -14,9 +14,10 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.cpu import isa
 from rollout.engine.engine import Engine
 from rollout.engine.forward import routes
+from rollout.engine.forward.experts import NoRoutes, experts_in
 from rollout.engine.forward.latent import use_latent_kv
 from rollout.engine.forward.model import Model
-from rollout.engine.forward.routes import NoRoutes, RouteRecorder, experts_in
+from rollout.engine.forward.routes import RouteRecorder
 from rollout.engine.kv.routes import RoutePages
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.values import Group, PartialSample, Routing, Sample

@@ -17,12 +17,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rollout.engine.build import choose_backend  # noqa: E402
 from rollout.engine.config import EngineConfig  # noqa: E402
 from rollout.engine.cpu.device import CpuDevice  # noqa: E402
 from rollout.engine.cuda import attention_kernels, tiles  # noqa: E402
 from rollout.engine.cuda.attention import StepCapacity, TritonAttention, TritonUnavailable  # noqa: E402
 from rollout.engine.cuda.launches import LaunchLimits  # noqa: E402
-from rollout.engine.devices import choose_backend  # noqa: E402
 from rollout.engine.forward.attention import Scores  # noqa: E402
 from rollout.engine.forward.reference import ReferenceAttention  # noqa: E402
 from rollout.engine.kv import fp8  # noqa: E402

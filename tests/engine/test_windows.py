@@ -14,6 +14,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward import self_check
 from rollout.engine.forward.model import Model, UnsupportedModel, windows_in
+from rollout.engine.forward.self_check import check_model
 from rollout.engine.kv import sizing
 from rollout.engine.kv.sizing import BlockBytes, PoolSizes, window_sizes
 from rollout.engine.memory import HostMemory
@@ -117,7 +118,7 @@ def test_the_same_bits_with_pools_that_windows_do_not_share(monkeypatch: pytest.
         counts, sizes = window_sizes(*args)
         return counts._replace(device=12, host=min(counts.host, 40)), sizes
 
-    monkeypatch.setattr("rollout.engine.worker.window_sizes", smaller)
+    monkeypatch.setattr("rollout.engine.build.window_sizes", smaller)
     for config in ({"max_batch_tokens": 40}, {"cpu_offload_gib": 0.01}):
         few, engine = samples_of(made, groups, **config)
         assert_same(freed, few)
@@ -324,10 +325,10 @@ def test_attention_does_not_read_what_has_left_the_window(attention: Any, monkey
     engine = in_fp32("gemma3_text", attention=attention)
     model: Any = engine.model
     loaded = self_check.LoadedModel(model, engine.worker.backend, 8, 128, HostMemory(), model.geometry)
-    self_check.check_model(loaded)
+    check_model(loaded)
     monkeypatch.setattr(self_check, "windows_of", lambda model: tuple(min(8, window) for window in model.windows))
     with pytest.raises(UnsupportedModel, match="log-probs differ"):
-        self_check.check_model(loaded)
+        check_model(loaded)
 
 
 def test_a_hybrid_with_sliding_layers_frees_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:

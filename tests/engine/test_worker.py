@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollout.engine.build import open_worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
@@ -22,7 +23,7 @@ from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
 from rollout.engine.values import Tag, WeightUpdate
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import describe, named_pairs, with_digest
-from rollout.engine.worker import InFlight, Worker, open_worker
+from rollout.engine.worker import InFlight, Worker
 from tests.support.plans import sent
 from tests.support.tiny import tiny
 from tests.support.toy import group

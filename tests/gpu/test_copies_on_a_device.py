@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.cuda.copies import StreamCopies
 from rollout.engine.cuda.memory import CudaMemory
 from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import Copied, Copy, SlotClaims, StreamCopies
+from rollout.engine.kv.copies import Copied, Copy, SlotClaims
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from tests.support.equivalence import groups

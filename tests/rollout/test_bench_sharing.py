@@ -14,7 +14,7 @@ from rollout.bench.harness import BenchFailed
 from rollout.config import InputError
 from rollout.engine.config import EngineConfig, KVName
 from rollout.engine.forward.model import Model, open_model
-from rollout.engine.kv.pages import keys_and_values
+from rollout.engine.kv.cells import keys_and_values
 from rollout.engine.memory import HostMemory
 from tests.bench import by_hand, sharing
 from tests.bench.sharing import PrefixShape, measure, tables

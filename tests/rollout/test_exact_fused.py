@@ -29,6 +29,7 @@ from rollout.engine.memory import HostMemory  # noqa: E402
 from rollout.engine.values import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
+from rollout.exact.attention_on_device import DeviceAttention  # noqa: E402
 from rollout.exact.fused import FusedAttention, _plain_rotation, rotated, silu_mul, use_fused_layers  # noqa: E402
 from rollout.exact.module import plain_logprobs  # noqa: E402
 from tests.support.tiny import tiny, tiny_engine  # noqa: E402
@@ -65,7 +66,7 @@ def model(family: str = "qwen3", dtype: torch.dtype = torch.float32, **options: 
 
 def trainer(made: Any, fused: bool = True) -> Any:
     """Do what `use_exact` does on CUDA, on the device that there is."""
-    backend = on_device.DeviceAttention(torch.device(DEVICE), 2)
+    backend = DeviceAttention(torch.device(DEVICE), 2)
     _attending(made, register("tests_exact_fused", backend.attend, BLOCK), BLOCK, "sdpa")
     on_device.use_products(made)
     if fused:
@@ -79,7 +80,7 @@ def served(made: Any) -> tuple[dict[tuple[str, int], Sample], Any]:
     with pytest.MonkeyPatch.context() as patch:
         for device in (CpuDevice, CudaDevice):
             patch.setattr(device, "equip", lambda self, model, config, backend: equip_exact(model, backend, True, False))
-        patch.setattr("rollout.engine.worker.check_model", lambda _: None)  # it takes a minute in the interpreter
+        patch.setattr("rollout.engine.forward.self_check.check_model", lambda _: None)  # it takes a minute in the interpreter
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
     asked = {"n": 1, "max_tokens": 3, "temperature": 0.7, "ignore_eos": True}
@@ -223,9 +224,9 @@ def test_use_exact_does_what_the_name_says(family: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.__version__", "3.9.1")
     monkeypatch.setattr("rollout.exact.module._check_precision", lambda device: None)
-    monkeypatch.setattr("rollout.exact.module.use_exact_attention", lambda model, block_size: lambda: None)
+    monkeypatch.setattr("rollout.exact.on_device.use_exact_attention", lambda model, block_size: lambda: None)
     monkeypatch.setattr(
-        "rollout.exact.module.use_fused_layers", lambda model, block_size: use_fused_layers(model.inner, block_size)
+        "rollout.exact.on_device.use_fused_layers", lambda model, block_size: use_fused_layers(model.inner, block_size)
     )
     plain, fused = "exact/1+triton/1/t3.9/sm90", "exact/1/fused+triton/1/t3.9/sm90"
     fuses = family == "qwen3"

@@ -22,6 +22,7 @@ from rollout.engine.forward.sampling import launch_draws  # noqa: E402
 from rollout.engine.values import Sample  # noqa: E402
 from rollout.exact import on_device, sample_logprobs, use_exact  # noqa: E402
 from rollout.exact.attention import _attending, register  # noqa: E402
+from rollout.exact.attention_on_device import DeviceAttention  # noqa: E402
 from rollout.exact.module import plain_logprobs  # noqa: E402
 from tests.support.tiny import tiny, tiny_engine  # noqa: E402
 from tests.support.toy import group, run  # noqa: E402
@@ -47,7 +48,7 @@ def model(**options: Any) -> Any:
 
 def exact(made: Any, programs: int = 2) -> Any:
     """What `use_exact` does on CUDA, on the device that there is."""
-    backend = on_device.DeviceAttention(torch.device(DEVICE), programs)
+    backend = DeviceAttention(torch.device(DEVICE), programs)
     _attending(made, register(f"tests_on_device_{programs}", backend.attend, BLOCK), BLOCK, "sdpa")
     on_device.use_products(made)
     return made
@@ -63,7 +64,7 @@ def samples() -> dict[tuple[str, int], Sample]:
         for kind in ("cpu.device.CpuDevice", "cuda.device.CudaDevice"):  # their own products are others
             patch.setattr(f"rollout.engine.{kind}.equip", lambda *_: None)
         patch.setattr(
-            "rollout.engine.worker.check_model", lambda served: None
+            "rollout.engine.forward.self_check.check_model", lambda served: None
         )  # it has a test of its own, and takes a minute here
         engine = tiny_engine(model=made, device=DEVICE, kv_tokens=512, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]
@@ -193,7 +194,7 @@ def test_a_service_and_a_trainer_with_states_or_experts_have_the_same_bits(kind:
     make_exact(served)
     for device in ("cpu.device.CpuDevice", "cuda.device.CudaDevice"):
         monkeypatch.setattr(f"rollout.engine.{device}.equip", lambda *_: None)
-    monkeypatch.setattr("rollout.engine.worker.check_model", lambda _: None)
+    monkeypatch.setattr("rollout.engine.forward.self_check.check_model", lambda _: None)
     options: dict[str, Any] = {"attention": "triton", "block_size": BLOCK, "max_num_seqs": 16, "max_batch_tokens": 32}
     engine = tiny_engine(model=served, device=DEVICE, kv_tokens=256, **options)
     engine.worker.device.sample = lambda logits, batch: launch_draws(logits, batch, sampling)  # type: ignore[method-assign]

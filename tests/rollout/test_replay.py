@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.engine.cpu import isa
-from rollout.engine.forward.routes import NoRoutes, experts_in
+from rollout.engine.forward.experts import NoRoutes, experts_in
 from rollout.exact import batch_routes, replay, use_exact
 from rollout.exact.replay import LIVE, Replayed, router_of
 from tests.support.families import build

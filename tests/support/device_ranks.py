@@ -22,7 +22,8 @@ from rollout.engine.cpu.sums import Exchange, SumKernels
 from rollout.engine.cuda.device import equip_exact, fuse, use_triton_mixers
 from rollout.engine.cuda.reduce import DeviceExchange, process_group, sum_over_ranks
 from rollout.engine.forward.attention import Backend
-from rollout.engine.forward.model import ExecutionPath, Model
+from rollout.engine.forward.interface import ExecutionPath
+from rollout.engine.forward.model import Model
 from rollout.engine.forward.summed import RankExchange, mark_sums
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.parallel.ranks import shared_exchange
@@ -50,7 +51,7 @@ def in_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def over_gloo(device: torch.device, host: Exchange, store: Callable[[], Any]) -> RankExchange:
-    """Stand in for `rollout.engine.devices.exchange_on` on CUDA."""
+    """Stand in for `rollout.engine.parallel.devices.exchange_on` on CUDA."""
     return DeviceExchange(host, process_group(store(), host.rank, host.ranks, device))
 
 
@@ -75,7 +76,7 @@ def device_ranks() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("rollout.engine.parallel.followers.exchanges_itself", lambda config: True)
         patch.setattr(CpuDevice, "equip", as_on_cuda)
         patch.setattr("rollout.engine.cuda.fused.CHECKED_ROWS", (2,))
-        patch.setattr("rollout.engine.worker.check_model", lambda served: None)  # it has tests of its own
+        patch.setattr("rollout.engine.forward.self_check.check_model", lambda served: None)  # it has tests of its own
         yield patch
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.cpu.device import CpuDevice
-from rollout.engine.forward.model import ExecutionPath, Model
+from rollout.engine.forward.interface import ExecutionPath
+from rollout.engine.forward.model import Model
 from rollout.engine.forward.reference import ReferenceAttention
 
 

@@ -12,7 +12,7 @@ from rollout.engine.cpu.exact_modules import plain_products
 from rollout.engine.cpu.functions import callers
 from rollout.engine.cpu.int8_modules import codes_in
 from rollout.engine.cpu.products import NativeProducts, products_of
-from rollout.engine.forward.model import ExecutionPath
+from rollout.engine.forward.interface import ExecutionPath
 from rollout.engine.forward.summed import summed_of
 
 chosen: dict[Any, ExecutionPath] = {}

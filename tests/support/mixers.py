@@ -14,8 +14,8 @@ from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
+from rollout.engine.forward.batch import StateRows
 from rollout.engine.forward.recurrence import TokenMixers
-from rollout.engine.kv.states import StateRows
 
 Inputs = tuple[Tensor, ...]
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from rollout.engine.cpu.recurrence import RecurrenceKernels
+from rollout.engine.forward.batch import StateRows
 from rollout.engine.forward.model import Model
 from rollout.engine.kv.block import SlotCounts
-from rollout.engine.kv.states import StatePages, StateRows
+from rollout.engine.kv.states import StatePages
 from rollout.engine.memory import HostMemory
 
 COMMON = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.engine.forward.routes import choices_of, experts_in
+from rollout.engine.forward.experts import choices_of, experts_in
 from rollout.engine.values import Group, Sample
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rollout.engine.devices import device_of
+from rollout.engine.build import device_of
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
 from rollout.engine.values import Sample
