@@ -31,6 +31,7 @@ from rollout.transport.errors import SourceUnreachable
 from rollout.transport.frames import Decoder, pack
 from rollout.transport.messages import Begin
 from rollout.transport.weights import cuda_ipc
+from rollout.transport.weights.capabilities import gpu_key
 from rollout.transport.weights.ends import Payload
 from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
 from rollout.transport.weights.receiving import capabilities, open_payload
@@ -161,8 +162,8 @@ def test_a_handle_that_is_none_is_typed() -> None:
 
 @on_gpus(1)
 def test_what_a_service_on_a_gpu_says() -> None:
-    assert cuda_ipc.gpu_key(GPU) in capabilities(GPU)
-    assert cuda_ipc.gpu_key(GPU) not in capabilities(torch.device("cpu"))
+    assert gpu_key(GPU) in capabilities(GPU)
+    assert gpu_key(GPU) not in capabilities(torch.device("cpu"))
 
 
 @needs_nccl

@@ -23,6 +23,7 @@ import numpy as np
 from rollout.engine.values import TensorInfo
 from rollout.transport.errors import InvalidRequest, SourceUnreachable
 from rollout.transport.frames import MALFORMED
+from rollout.transport.weights.capabilities import gpu_key
 from rollout.transport.weights.ends import Expected, Payload, Sender, WeightTransport
 from rollout.transport.weights.offers import CudaIpcOffer
 from rollout.transport.weights.tensors import Tensors
@@ -44,20 +45,6 @@ class TrainerStorage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """bytes"""
     offset: int
     """in the allocation"""
-
-
-def gpu_key(device: Any) -> str:
-    """Return the key that two ends that see this CUDA device have in common."""
-    import torch
-
-    return f"cuda_ipc:{torch.cuda.get_device_properties(device).uuid}"
-
-
-def gpu_keys() -> list[str]:
-    """Return `gpu_key` of every GPU that this process sees."""
-    import torch
-
-    return [gpu_key(index) for index in range(torch.cuda.device_count())]
 
 
 # the trainer's end

@@ -74,16 +74,6 @@ def slot_bytes(offer: DistributedOffer) -> int:
     return NCCL_SLOT_BYTES if offer.backend == "nccl" else SLOT_BYTES
 
 
-def backends(device: Any) -> list[Backend]:
-    """List the backends that a process with its model on `device` (torch.device) can use."""
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return []
-    gloo, nccl = dist.is_gloo_available(), device.type == "cuda" and dist.is_nccl_available()
-    return [*(["gloo"] if gloo else []), *(["nccl"] if nccl else [])]  # type: ignore[list-item]
-
-
 # the trainer's end
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from rollout.engine.values import TensorInfo
-from rollout.transport.weights import Offer, cuda_ipc, delta, distributed, files, inline, offers, shm
-from rollout.transport.weights.cuda_ipc import gpu_keys
-from rollout.transport.weights.distributed import backends
+from rollout.transport.weights import Offer, offers
+from rollout.transport.weights.capabilities import backends, gpu_keys
 from rollout.transport.weights.ends import Expected, LiveWeights, Payload
 from rollout.transport.weights.shm import SegmentView, host_key
 
-OPENED: dict[type[Offer], Callable[[Any, Expected], Payload]] = {
-    offers.InlineOffer: inline.opened,
-    offers.ShmOffer: shm.opened,
-    offers.FilesOffer: files.opened,
-    offers.CudaIpcOffer: cuda_ipc.opened,
-    offers.DistributedOffer: distributed.opened,
-    offers.DeltaOffer: delta.opened,
+OPENED: dict[type[Offer], str] = {
+    offers.InlineOffer: "inline",
+    offers.ShmOffer: "shm",
+    offers.FilesOffer: "files",
+    offers.CudaIpcOffer: "cuda_ipc",
+    offers.DistributedOffer: "distributed",
+    offers.DeltaOffer: "delta",
 }
+"""file of this folder whose `opened` opens an offer, imported with the first one of its kind"""
 
 
 def capabilities(device: Any) -> tuple[str, ...]:
@@ -50,4 +51,6 @@ def open_payload(
 
     Raises SourceUnreachable if this end cannot read the source, InvalidRequest if it does not match the manifest, WrongBase if
     it is a change of other weights than the live ones."""
-    return OPENED[type(offer)](offer, Expected(manifest, total, segment, device, live))
+    way = import_module(f"rollout.transport.weights.{OPENED[type(offer)]}")
+    payload: Payload = way.opened(offer, Expected(manifest, total, segment, device, live))
+    return payload
