@@ -68,7 +68,7 @@ def listen(
     progress: Phases,
 ) -> Service:
     """Make the service of an engine or a fleet; it closes the journal, the ledger and the tracker. Raises ValueError."""
-    from rollout.service.loop import open_service
+    from rollout.service.build import open_service
 
     progress.begin("computing the digest of the weights")
     _ = live_of(engine), engine.tokenizer  # computes both digests now, so that no client waits for them

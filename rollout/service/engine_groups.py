@@ -17,10 +17,9 @@ import msgspec
 
 from rollout.engine.values import SEED_LIMIT, DeviceLost, Group, Sample, Served
 from rollout.logs import logger
-from rollout.metrics.tracker import Tracker
 from rollout.service.engine_api import EngineLike, live_of
 from rollout.service.group_names import engine_name, number_of
-from rollout.service.recording import AcceptedAs, Ledger
+from rollout.service.recording import AcceptedAs, Ledger, Metrics
 from rollout.service.session import AcceptedGroup, GroupStatus, Session, without_tokens
 from rollout.service.validation import check_room, checked_group
 from rollout.transport import messages as m
@@ -95,7 +94,7 @@ class EngineGroups:
     def __init__(
         self,
         engine: EngineLike,
-        tracker: Tracker,
+        tracker: Metrics,
         max_outbox_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         ledger: Ledger | None = None,

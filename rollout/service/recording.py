@@ -1,12 +1,14 @@
-"""What a service tells a ledger of its run: each group, each sample that a client gets, and each refresh.
+"""What a service tells a ledger of its run, and its metrics: each group, each sample that a client gets, each refresh.
 
     open_service → started      Submit → accepted      sample → ended      refresh → refreshed      end of an iteration → commit
 
-This base class records nothing; `rollout.ledger.writer.LedgerWriter` writes a file."""
+The base class `Ledger` records nothing; `rollout.ledger.writer.LedgerWriter` writes a file, and
+`rollout.metrics.tracker.Tracker` measures."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from rollout.engine.values import Group, KVPolicy, Refreshed, Sample, TensorInfo
 from rollout.service.engine_api import EngineLike
@@ -61,3 +63,25 @@ class Ledger:
 
     def close(self) -> None:
         """Write everything and close the file. May be repeated."""
+
+
+class Metrics(Protocol):
+    """Measures a run; never raises. Called by the service's thread only."""
+
+    row: dict[str, Any]
+    """the newest figures, by name"""
+
+    def begin(self, group: Group) -> None:
+        """Record a group that the engine has taken on."""
+
+    def observe(self, samples: Sequence[Sample], version: int) -> None:
+        """Record children that have ended. version: of the live weights."""
+
+    def forget(self, group_id: str) -> None:
+        """Forget a group that was dropped."""
+
+    def tend(self, status: Callable[[], dict[str, Any]], version: int) -> None:
+        """Write a row if it is time, once around the loop."""
+
+    def close(self, status: Callable[[], dict[str, Any]]) -> None:
+        """Write a last row."""

@@ -24,9 +24,9 @@ from rollout.engine.values import Adapter, Refreshed, TensorInfo, WeightUpdate
 from rollout.engine.values import BaseMismatch as OtherBase
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike, StagingLike
+from rollout.service.phases import LoopPhase
 from rollout.service.recording import AppliedRefresh
 from rollout.service.session import Session
-from rollout.service.watchdog import LoopPhase
 from rollout.service.weight_export import WeightExport
 from rollout.service.weight_reader import WeightReader
 from rollout.transport import messages as m

@@ -23,7 +23,7 @@ from rollout.engine.values import Sample, no_tokens
 from rollout.logs import logger
 from rollout.service.engine_api import EngineLike
 from rollout.service.group_names import GroupNames
-from rollout.service.journal import Persistence, SessionIdentity
+from rollout.service.persistence import Persistence, SessionIdentity
 from rollout.service.streaming import MOST_TOKENS, Streaming
 from rollout.transport.columns import pack_samples
 from rollout.transport.errors import Busy

@@ -30,7 +30,7 @@ from rollout.engine.kv.block import BlockCopies, Spans
 from rollout.engine.kv.copies import Copied
 from rollout.engine.processes import run_module
 from rollout.engine.values import Group, Refreshed, Sampling
-from rollout.service.loop import open_service
+from rollout.service.build import open_service
 from rollout.transport.weights import Via
 from tests.bench.by_hand import free_on, median_ms, release, synchronize
 from tests.bench.gpu_bench import FUSED, SETTLE, Bench, Rows, kept

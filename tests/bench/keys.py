@@ -21,7 +21,8 @@ import numpy as np
 
 from rollout.bench.harness import BenchFailed, BenchSetup, Row
 from rollout.engine.values import NONE_SERVED, Limits, Sample, Sampling
-from rollout.service.journal import Journal, SessionIdentity
+from rollout.service.journal import Journal
+from rollout.service.persistence import SessionIdentity
 from rollout.transport import messages as m
 from rollout.transport.columns import pack_samples
 from rollout.transport.frames import Frame, frame_bytes, pack

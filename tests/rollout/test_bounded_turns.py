@@ -19,7 +19,7 @@ from rollout.fleet.join_listener import JoinListener
 from rollout.fleet.replica_set import ReplicaSet
 from rollout.fleet.verifier import Verification, Verifier
 from rollout.service.engine_groups import EngineGroups
-from rollout.service.journal import SessionIdentity
+from rollout.service.persistence import SessionIdentity
 from rollout.service.session import MAX_REPLY_BYTES, AcceptedGroup, SendLimits, Session
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine

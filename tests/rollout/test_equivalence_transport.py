@@ -14,7 +14,7 @@ from rollout.client.api import RolloutClient
 from rollout.config import Config
 from rollout.engine.engine import Engine
 from rollout.engine.values import Group, Sample, Sampling
-from rollout.service.loop import open_service
+from rollout.service.build import open_service
 from rollout.transport.loopback import LoopbackService
 from tests.support.faulty_link import Proxy
 

@@ -40,7 +40,7 @@ from rollout.fleet.timing import Timing
 from rollout.fleet.transaction import ReplicaTransaction
 from rollout.metrics.meters import EngineMeter
 from rollout.process import service_process
-from rollout.service.journal import SessionIdentity
+from rollout.service.persistence import SessionIdentity
 from rollout.service.session import Session
 from rollout.service.weight_export import WeightExport
 from rollout.transport.errors import Busy, InvalidRequest, ServiceLost, WeightsRefused

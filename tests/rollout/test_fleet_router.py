@@ -30,7 +30,7 @@ from rollout.fleet.survivor import Survivor
 from rollout.fleet.timing import Timing
 from rollout.fleet.weights import FleetWeights
 from rollout.service.journal import Journal
-from rollout.service.watchdog import LoopPhase
+from rollout.service.phases import LoopPhase
 from rollout.transport import messages as m
 from rollout.transport.errors import SourceUnreachable, WeightsRefused
 from rollout.transport.weights.shm import SegmentView, ShmOffer

@@ -299,7 +299,7 @@ def running(engine: HashEngine) -> Any:
 def add_group(path: str) -> None:
     """Write a group of a session as a killed service leaves it."""
     from rollout.engine.values import Served
-    from rollout.service.journal import SessionIdentity
+    from rollout.service.persistence import SessionIdentity
     from rollout.transport.frames import pack
     from tests.support.wire import submit
 

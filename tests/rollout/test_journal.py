@@ -22,8 +22,9 @@ from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
 from rollout.engine.values import Sample, Sampling
 from rollout.service import journal
-from rollout.service.journal import Journal, Persistence
-from rollout.service.loop import open_service
+from rollout.service.build import open_service
+from rollout.service.journal import Journal
+from rollout.service.persistence import Persistence
 from rollout.transport import messages as m
 from rollout.transport.errors import ServiceLost, ServiceRestarted
 from rollout.transport.loopback import LoopbackService

@@ -42,7 +42,7 @@ SAMPLING = Sampling(n=4, max_tokens=150, ignore_eos=True, seed=3, raw_logprobs=T
 SERVICE = """
 import time
 from rollout.config import ServiceConfig
-from rollout.service.loop import open_service
+from rollout.service.build import open_service
 from tests.support.tiny import tiny_engine
 engine = tiny_engine()
 step = engine.step

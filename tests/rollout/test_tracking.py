@@ -40,8 +40,8 @@ from rollout.metrics.catalog import METRICS
 from rollout.metrics.meters import EngineMeter, SampleMeter
 from rollout.metrics.sinks import TIME_INDEXED, ConsoleSink, JsonlSink, WandbSink, open_sinks, wandb_mode
 from rollout.metrics.tracker import Tracker
-from rollout.service.loop import open_service
-from rollout.service.watchdog import LoopPhase
+from rollout.service.build import open_service
+from rollout.service.phases import LoopPhase
 from rollout.transport.loopback import LoopbackService
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rollout.engine.values import Sample
-from rollout.service.watchdog import LoopPhase, Watchdog
+from rollout.service.phases import LoopPhase
+from rollout.service.watchdog import Watchdog
 from tests.support.clock import Clock
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import until
@@ -119,7 +120,8 @@ def test_a_process_whose_loop_stands_ends_with_all_stacks(holds_the_lock: bool) 
     stand = "ctypes.PyDLL(None).sleep(600)" if holds_the_lock else "threading.Event().wait(600)"
     program = f"""
 import ctypes, threading
-from rollout.service.watchdog import LoopPhase, Watchdog
+from rollout.service.phases import LoopPhase
+from rollout.service.watchdog import Watchdog
 watch = LoopPhase(stall_s=0.4)
 watchdog = Watchdog(watch, exit_s=0.5)
 watch.at("step")

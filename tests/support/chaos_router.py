@@ -34,8 +34,8 @@ from rollout.fleet.replica_set import Predecessor
 from rollout.fleet.verifier import Verification
 from rollout.fleet.weights import ReplicaTransaction
 from rollout.process import write_atomically
+from rollout.service.build import open_service
 from rollout.service.journal import Journal
-from rollout.service.loop import open_service
 from rollout.transport.sockets import ServiceEnd
 from tests.support.faulty_link import Proxy
 

@@ -178,7 +178,7 @@ class FakeEngine:
 def main() -> None:
     from rollout.config import ServiceConfig
     from rollout.process import write_atomically
-    from rollout.service.loop import open_service
+    from rollout.service.build import open_service
 
     endpoint, ready, *rest = sys.argv[1:]
     step_s, grace_s = [float(text) for text in rest] + [0.0, 10.0][len(rest) :]

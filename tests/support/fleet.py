@@ -19,7 +19,8 @@ from rollout.fleet.launcher import ProcessExit, Use, alike, least_used
 from rollout.fleet.owners import Owners
 from rollout.fleet.timing import Timing
 from rollout.fleet.verifier import Verification
-from rollout.service.loop import Service, ServiceTiming, open_service
+from rollout.service.build import open_service
+from rollout.service.loop import Service, ServiceTiming
 from rollout.transport import messages as m
 from rollout.transport.frames import Decoder, pack
 from tests.support.hash_engine import HashEngine, Weights, expected, key_of, manifest_of, weights_of

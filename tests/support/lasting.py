@@ -79,8 +79,8 @@ class Process:
 def main() -> None:
     from rollout.config import ServiceConfig
     from rollout.process import write_atomically
+    from rollout.service.build import open_service
     from rollout.service.journal import Journal
-    from rollout.service.loop import open_service
 
     endpoint, ready, journal, step_s, version = sys.argv[1:]
     engine = SeededEngine(float(step_s), int(version))

@@ -13,8 +13,8 @@ from pathlib import Path
 from rollout.config import ServiceConfig
 from rollout.engine.values import Sample
 from rollout.process import write_atomically
+from rollout.service.build import open_service
 from rollout.service.journal import Journal
-from rollout.service.loop import open_service
 from rollout.service.watchdog import Watchdog
 from tests.support.lasting import SeededEngine
 

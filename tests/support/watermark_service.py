@@ -18,7 +18,7 @@ import torch
 from rollout.config import ServiceConfig
 from rollout.engine.weights.buffers import RefreshBuffers
 from rollout.process import write_atomically
-from rollout.service.loop import open_service
+from rollout.service.build import open_service
 from rollout.transport.weights import distributed
 from tests.support.broken_commit import Failing
 from tests.support.watermark import watermark_engine

@@ -13,7 +13,8 @@ import numpy as np
 
 from rollout.config import ServiceConfig
 from rollout.engine.values import Limits, Sample, Sampling
-from rollout.service.loop import Service, ServiceTiming, open_service
+from rollout.service.build import open_service
+from rollout.service.loop import Service, ServiceTiming
 from rollout.transport import messages as m
 from rollout.transport.columns import unpack_samples
 from rollout.transport.frames import Decoder, Frame, pack
