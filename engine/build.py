@@ -19,13 +19,14 @@ import torch
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.devices import Device
-from rollout.engine.forward.arithmetic import RANKS, TREE, arithmetic
+from rollout.engine.forward.arithmetic import arithmetic_of
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
 from rollout.engine.forward.interface import ModelLike, module_of, states_of, streamed_of, weights_moved, windows_of
 from rollout.engine.forward.versions import check_versions
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_sizes, state_sizes, window_sizes
+from rollout.engine.values.arithmetic import RANKS, TREE
 from rollout.engine.weights.live import Weights
 from rollout.engine.worker import ModelKernels, RecordRoutes, Report, Worker, no_report
 
@@ -205,9 +206,8 @@ def reference() -> Backend:
     return ReferenceAttention()
 
 
-def sums_name(config: EngineConfig) -> str:
-    """Return what sums of products add to the name of the arithmetic: those of slices do not depend on the ranks, those of the
-    library's products do. "": they are whole."""
+def sums_of(config: EngineConfig) -> str:
+    """Return `Arithmetic.sums`: those of slices do not depend on the ranks, those of the library's products do."""
     if torch.device(config.device).type == "cpu" or config.exact:
         return TREE if config.sums_in_tree else ""
     return RANKS.format(config.tp) if config.tp > 1 else ""
@@ -226,8 +226,8 @@ def choose_kernels(config: EngineConfig, device: Device, model: ModelLike) -> Mo
     if int8 and opened is None:
         raise ValueError(f'weight_dtype="int8": {model.name} has no module; leave it out')
     path = None if opened is None else device.equip(opened, config, backend)
-    name = arithmetic(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, sums=sums_name(config))
-    kernels = ModelKernels(model, backend, path, name)
+    computed = arithmetic_of(path, backend, fp8=kept.fp8, latent=config.latent_kv, int8=int8, sums=sums_of(config))
+    kernels = ModelKernels(model, backend, path, str(computed))
     log.info("engine model=%s backend=%r arithmetic=%s", model.name, str(backend), kernels.arithmetic)
     if opened is not None:
         check_model(LoadedModel(opened, backend, config.block_tokens, capacity.tokens, memory, kept))

@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def arithmetic(self) -> str:
-        """Return the name of what the model's kernels compute: see `rollout.engine.forward.arithmetic`."""
+        """Return the name of what the model's kernels compute: see `rollout.engine.values.arithmetic`."""
         return self.worker.kernels.arithmetic
 
     @property

@@ -54,7 +54,7 @@ class ModelKernels(NamedTuple):
     path: ExecutionPath | None
     """computes the layers; None: the module as it comes"""
     arithmetic: str
-    """names what all of it computes: `rollout.engine.forward.arithmetic`"""
+    """names what all of it computes: `rollout.engine.values.arithmetic`"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

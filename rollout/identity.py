@@ -19,8 +19,6 @@ from rollout.engine.values import OPTIONS, PartialSample, Role, Sample, Sampling
 
 DIGEST = 20
 """bytes of a digest: the first ones of a SHA-256, so that no other prompt or result with the same digest can be constructed"""
-BATCH = "/batch"
-"""in the name of an arithmetic whose bits depend on the batch"""
 
 NAMES = tuple(OPTIONS)
 DRAWN_BY = tuple(name for name, option in OPTIONS.items() if option.role in ("draws", "truncates"))

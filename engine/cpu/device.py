@@ -15,7 +15,7 @@ from rollout.engine.cpu.exact_modules import NotServed
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.kernels import choose
 from rollout.engine.cpu.recurrence import RecurrenceKernels
-from rollout.engine.cpu.select_path import BATCH, decide
+from rollout.engine.cpu.select_path import decide
 from rollout.engine.forward.arithmetic import torch_arithmetic
 from rollout.engine.forward.attention import Backend, CannotAttend, StepCapacity
 from rollout.engine.forward.interface import ExecutionPath, ModelLike
@@ -25,6 +25,7 @@ from rollout.engine.forward.sampling import PendingTokens, SamplingBatch, launch
 from rollout.engine.forward.summed import mark_sums
 from rollout.engine.kv.copies import CopyEngine, SyncCopies
 from rollout.engine.memory import HostMemory
+from rollout.engine.values.arithmetic import BATCH
 
 log = logging.getLogger(__name__)
 

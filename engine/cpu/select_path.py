@@ -32,6 +32,7 @@ from rollout.engine.forward.interface import ExecutionPath, NativeLayers
 from rollout.engine.forward.summed import Summed, summed_of
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.plan import plan_by_hand
+from rollout.engine.values.arithmetic import BATCH
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,6 @@ TOKENS = 5
 """of a row, in a comparison where a recurrent state goes on from token to token"""
 OUTPUTS = 256
 """outputs of each product that are compared with the exact sum"""
-BATCH = "/batch"
 """suffix of an arithmetic whose results depend on the batch"""
 Forward = Callable[[Any, Any, Any], torch.Tensor]
 

@@ -17,9 +17,9 @@ import torch
 
 from rollout.bench.harness import BenchSetup, Row
 from rollout.config import Config
-from rollout.engine.forward.arithmetic import without_fp8
 from rollout.engine.forward.random_weights import load_module
 from rollout.engine.values import Sample, Sampling
+from rollout.engine.values.arithmetic import Arithmetic
 from rollout.exact import sample_logprobs, use_exact
 
 PROMPTS, PROMPT_TOKENS, N, NEW_TOKENS = 8, 512, 4, 128
@@ -45,7 +45,7 @@ def measure(setup: BenchSetup) -> Iterator[Row]:
 
     model = load(getattr(torch, engine.dtype))
     plain, together = score(model, rows), score(model, rows, BATCH)
-    use_exact(model, without_fp8(status["arithmetic"]), engine.block_tokens, engine.threads)
+    use_exact(model, str(Arithmetic.parse(status["arithmetic"])._replace(fp8=False)), engine.block_tokens, engine.threads)
     exact, truth = score(model, rows), score(load(torch.float32), rows)
     yield {
         "summary": True,

@@ -25,7 +25,8 @@ import msgspec
 from rollout.client.handle import OpenHandle
 from rollout.client.memo_folder import WELCOME, MemoFolder
 from rollout.engine.values import Group, Limits, Role, Sample, Served
-from rollout.identity import BATCH, COMPUTED_BY, computed_by, drawn_by, given_digest, numbered, prompt_digest, unnumbered
+from rollout.engine.values.arithmetic import Arithmetic
+from rollout.identity import COMPUTED_BY, computed_by, drawn_by, given_digest, numbered, prompt_digest, unnumbered
 from rollout.logs import logger
 from rollout.transport import messages as m
 from rollout.transport.checks import Bounds, check_sample
@@ -270,10 +271,10 @@ def is_pure(sample: Sample, version: int) -> bool:
 
 def _refuse(group: Group, info: m.Welcome, live: Served, turn_at: int | None) -> None:
     """Raises NotMemoised for a group whose answer is no function of its name."""
-    sampling = group.sampling
+    sampling, by_batch = group.sampling, Arithmetic.parse(info.arithmetic).by_batch
     reasons = {
         "it is drawn again to be verified": group.redraw,
-        f"the bits of arithmetic {info.arithmetic!r} depend on the batch": BATCH in info.arithmetic or not info.arithmetic,
+        f"the bits of arithmetic {info.arithmetic!r} depend on the batch": by_batch or not info.arithmetic,
         "the configuration of the model is unknown": not info.configuration,
         "the digest of the live weights is unknown": not live.digest,
         "it has no Sampling.seed": sampling.seed is None and sampling.temperature > 0 and not group.score,

@@ -23,7 +23,8 @@ import numpy as np
 from rollout.client.receipts import Receipt
 from rollout.client.verification import Here
 from rollout.engine.values import Group, PartialSample, Refreshed, Sample, Sampling
-from rollout.identity import BATCH, DRAWN_BY, WORDS, first_difference, prompt_digest, result_digest, short
+from rollout.engine.values.arithmetic import Arithmetic
+from rollout.identity import DRAWN_BY, WORDS, first_difference, prompt_digest, result_digest, short
 from rollout.transport.errors import InvalidRequest
 
 MOST_AT_ONCE = 256
@@ -432,7 +433,7 @@ class Replay:
             return
         if (name := first_difference(receipt, info, receipt.sampling)) is not None:
             child.unknown(f"it was sampled with {WORDS[name]} {getattr(receipt, name)}, this service has {getattr(info, name)}")
-        if BATCH in receipt.arithmetic:
+        if Arithmetic.parse(receipt.arithmetic).by_batch:
             child.unknown(f"the bits of arithmetic {receipt.arithmetic} depend on the batch")
         if not self._way.pinned_s and any(stage.kv != "fresh" for stage in child.stages):
             child.unknown("it needs KV that is kept over a refresh, and Limits.max_kv_ttl_s is 0 here")

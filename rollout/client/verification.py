@@ -18,7 +18,8 @@ import numpy as np
 from rollout.client.receipts import Receipt
 from rollout.client.submission import TokenIds, check_scored, checked, token_array
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
-from rollout.identity import BATCH, WORDS, drawn_by, first_difference, prompt_digest, result_digest, short
+from rollout.engine.values.arithmetic import Arithmetic
+from rollout.identity import WORDS, drawn_by, first_difference, prompt_digest, result_digest, short
 from rollout.transport.checks import Bounds, check_sample
 from rollout.transport.errors import InvalidRequest
 from rollout.transport.messages import Welcome
@@ -178,7 +179,7 @@ class GroupCheck:
     def _elsewhere(self, sample: Sample, receipt: Receipt | None) -> str:
         """Return why a sample cannot be computed here; "" if it can."""
         info, versions = self._here.info, {version for _, version in sample.weight_versions}
-        if BATCH in info.arithmetic:
+        if Arithmetic.parse(info.arithmetic).by_batch:
             return f"the bits of arithmetic {info.arithmetic} depend on the batch"
         if sample.configuration not in ("", info.configuration):
             return f"it was sampled with {WORDS['configuration']} {sample.configuration}, this service has {info.configuration}"

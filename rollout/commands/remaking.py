@@ -18,13 +18,12 @@ from rollout.commands.connecting import connected
 from rollout.commands.generate import encode, read_lines
 from rollout.config import Config, InputError
 from rollout.engine.config import EngineConfig, KVName
+from rollout.engine.values.arithmetic import Arithmetic
 from rollout.identity import prompt_digest
 from rollout.ledger import RecordedGroup, RecordedRun, RecordedSample
 from rollout.process import service_process
 
 Picked = tuple[RecordedGroup, RecordedSample]
-NAMED = (("+int8", "weight_dtype", "int8"), ("+latent", "latent_kv", True))
-"""parts of the name of an arithmetic, and the options that they are of"""
 
 
 class Remaker:
@@ -115,9 +114,8 @@ def engine_of(run: RecordedRun, number: int, engine: EngineConfig, model: str) -
         wanted["dtype"] = dtype
     if service.kv_dtype != wanted.get("dtype", engine.dtype) and service.kv_dtype in get_args(KVName):
         wanted["kv_dtype"] = service.kv_dtype
-    for mark, name, value in NAMED:
-        if mark in service.arithmetic:
-            wanted[name] = value
+    computed = Arithmetic.parse(service.arithmetic)
+    wanted |= ({"weight_dtype": "int8"} if computed.int8 else {}) | ({"latent_kv": True} if computed.latent else {})
     changes = {name: value for name, value in wanted.items() if getattr(engine, name) == getattr(default, name)}
     return msgspec.structs.replace(engine, **changes)
 

@@ -24,10 +24,10 @@ from rollout.config import DEFAULT_ENDPOINT, CannotServe, Config, FleetConfig, I
 from rollout.engine.config import EngineConfig
 from rollout.engine.processes import run_module
 from rollout.engine.values import Limits, Served
+from rollout.engine.values.arithmetic import Arithmetic
 from rollout.fleet.join_listener import JoinEndpoint, JoinListener
 from rollout.fleet.launcher import Host, Launcher, LauncherLike, RouterFolder
 from rollout.fleet.owners import Ban, Owners
-from rollout.identity import BATCH
 from rollout.metrics.sinks import open_sinks
 from rollout.metrics.tracker import Tracker
 from rollout.transport.errors import ServiceLost
@@ -108,7 +108,7 @@ def owners_of(fleet: FleetConfig, journal: Journal | None) -> Owners:
 
 def check_verifiable(fleet: FleetConfig, arithmetic: str) -> None:
     """Raises CannotServe if samples are to be verified, and their bits depend on the batch."""
-    if fleet.verify and BATCH in arithmetic:
+    if fleet.verify and Arithmetic.parse(arithmetic).by_batch:
         raise CannotServe(
             f"--fleet.verify: bits of the arithmetic {arithmetic} depend on the batch, so no sample can be verified: leave "
             "it out, or see docs/decisions/arithmetic.md"

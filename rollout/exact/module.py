@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,9 @@ from rollout.engine.cpu.exact_modules import plain_products, unreached, use_prod
 from rollout.engine.cpu.functions import Callers, callers, use_whole_vectors
 from rollout.engine.cpu.int8_modules import plain_weights, use_int8
 from rollout.engine.cpu.products import isas_for, products_of
-from rollout.engine.forward.arithmetic import (
-    INT8,
-    LATENT,
-    TREE,
-    without_fp8,
-    without_int8,
-    without_latent,
-    without_tree,
-)
 from rollout.engine.forward.latent import plain_kv, use_latent_kv
 from rollout.engine.forward.summed import SLICES, Summed, sum_slices, whole_sums
+from rollout.engine.values.arithmetic import TREE, Arithmetic
 from rollout.engine.weights.layer_cuts import summed_products
 from rollout.exact.attention import use_exact_attention
 from rollout.exact.recurrence import use_exact_recurrence
@@ -35,7 +28,7 @@ class Exact:
     """Result of `use_exact`."""
 
     arithmetic: str
-    """name of the products"""
+    """name of what the model's forward computes now"""
     remove: Callable[[], None]
     """restores the model's own attention and torch's products"""
 
@@ -56,101 +49,60 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     forward does, or whose numbers depend on the batch (`/batch`), for reduced precision of fp32 products, for another device,
     and for products that are no plain nn.Linear's, router's or experts' (quantised); NativeUnavailable or TritonUnavailable
     if the attention is not available. The model is unchanged then. Under autocast, an exact model raises ValueError."""
-    if arithmetic is not None and without_fp8(arithmetic) != arithmetic:
+    wanted = None if arithmetic is None else _computable(arithmetic, model)
+    _check_precision(model.device)
+    with ExitStack() as undo:  # in reverse, here if anything fails
+        if wanted is not None and wanted.latent:
+            use_latent_kv(model)
+            undo.callback(plain_kv, model)
+        if wanted is not None and wanted.sums == TREE:
+            sum_slices(summed_products(model), Summed(SLICES, None))
+            undo.callback(whole_sums, model)
+        base = None if wanted is None else str(wanted._replace(latent=False, int8=False, sums=wanted.sums.replace(TREE, "")))
+        made = _use_base(model, base, block_size, threads, undo)
+        if wanted is not None and wanted.int8:
+            use_int8(model, isas_for(base)[0], kept=False)
+            undo.callback(plain_weights, model)
+        computed = made if wanted is None else str(wanted._replace(base=made))
+        return Exact(computed, undo.pop_all().close)
+
+
+def _computable(arithmetic: str, model: Any) -> Arithmetic:
+    """Read the name of a service's arithmetic. Raises ValueError for one that no trainer can have, or not on this device."""
+    wanted = Arithmetic.parse(arithmetic)
+    if wanted.fp8:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose KV is in fp8, and a trainer's forward has none: start "
             'the service with kv_dtype="auto", or weigh its samples by their importance ratios instead'
         )
-    if arithmetic is not None and "/batch" in arithmetic:
+    if wanted.by_batch:
         raise ValueError(
             f"the service computes with arithmetic {arithmetic!r}, whose numbers depend on the batch (its status says why: "
             "computed_by_reason): no trainer can compute the same bits; weight its samples by their importance ratios"
         )
-    if arithmetic is not None and arithmetic.endswith(TREE):
-        return _use_exact_with_trees(model, without_tree(arithmetic), block_size, threads)
-    if arithmetic is not None and arithmetic.endswith(LATENT):
-        return _use_exact_with_latents(model, without_latent(arithmetic), block_size, threads)
-    if arithmetic is not None and arithmetic.endswith(INT8):
-        return _use_exact_in_int8(model, without_int8(arithmetic), block_size, threads)
-    _check_precision(model.device)
+    if wanted.latent and model.device.type != "cpu":
+        raise ValueError(f"the service has latent_kv, and the model is on {model.device}: latent KV needs the CPU")
+    if wanted.int8 and model.device.type != "cpu":
+        raise ValueError(f'the service has weight_dtype="int8", and the model is on {model.device}: it needs the CPU')
+    return wanted
+
+
+def _use_base(model: Any, arithmetic: str | None, block_size: int, threads: int | None, undo: ExitStack) -> str:
+    """Give the forward the service's attention, products and functions. Returns the name of the products."""
     if model.device.type == "cuda":
         from rollout.exact.on_device import use_exact_on_device
 
-        return Exact(*use_exact_on_device(model, arithmetic, block_size))
+        name, remove = use_exact_on_device(model, arithmetic, block_size)
+        undo.callback(remove)
+        return name
     products, attention = isas_for(arithmetic)  # before anything is changed
-    undo = use_exact_attention(model, block_size, threads, attention)
-    restore: list[Callable[[], None]] = []
-
-    def remove() -> None:
-        undo()
-        plain_products(model)
-        for each in restore:
-            each()
-
-    try:
-        restore.append(use_exact_recurrence(model, threads, products))
-        called = _probe(model)
-        use_whole_vectors(called.found.values())
-        use_products(model, products, {*unreached(model, called)})
-    except BaseException:
-        remove()
-        raise
-    return Exact(products_of(products).arithmetic, remove)
-
-
-def _use_exact_with_latents(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
-    """Do the same for a service with `latent_kv`."""
-    if model.device.type != "cpu":
-        raise ValueError(f"the service has latent_kv, and the model is on {model.device}: latent KV needs the CPU")
-    use_latent_kv(model)
-    try:
-        made = use_exact(model, arithmetic, block_size, threads)
-    except BaseException:
-        plain_kv(model)
-        raise
-
-    def remove() -> None:
-        made.remove()
-        plain_kv(model)
-
-    return Exact(made.arithmetic + LATENT, remove)
-
-
-def _use_exact_with_trees(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
-    """Do the same for a service with `tree_sums`, as each one with tensor parallelism is, unless it is on CUDA without
-    `exact`."""
-    sum_slices(summed_products(model), Summed(SLICES, None))
-    try:
-        made = use_exact(model, arithmetic, block_size, threads)
-    except BaseException:
-        whole_sums(model)
-        raise
-
-    def remove() -> None:
-        made.remove()
-        whole_sums(model)
-
-    return Exact(made.arithmetic + TREE, remove)
-
-
-def _use_exact_in_int8(model: Any, arithmetic: str, block_size: int, threads: int | None) -> Exact:
-    """Do the same for a service with `weight_dtype = "int8"`: weights are encoded in each forward, and the gradient of both
-    factors of a product is straight-through, as if encoding were the identity. Also raises ValueError for matrices that the
-    service would refuse, and for adapters, whose product the service adds to the weight before it encodes it."""
-    if model.device.type != "cpu":
-        raise ValueError(f'the service has weight_dtype="int8", and the model is on {model.device}: it needs the CPU')
-    made = use_exact(model, arithmetic, block_size, threads)
-    try:
-        use_int8(model, isas_for(arithmetic)[0], kept=False)
-    except BaseException:
-        made.remove()
-        raise
-
-    def remove() -> None:
-        plain_weights(model)
-        made.remove()
-
-    return Exact(made.arithmetic + INT8, remove)
+    undo.callback(use_exact_attention(model, block_size, threads, attention))
+    undo.callback(use_exact_recurrence(model, threads, products))
+    called = _probe(model)
+    use_whole_vectors(called.found.values())
+    undo.callback(plain_products, model)
+    use_products(model, products, {*unreached(model, called)})
+    return products_of(products).arithmetic
 
 
 def _check_precision(device: torch.device) -> None:

@@ -26,6 +26,7 @@ from rollout.bench.inputs import PromptSource, lognormal
 from rollout.bench.target import Target
 from rollout.config import Config
 from rollout.engine.values import Sample, Sampling
+from rollout.engine.values.arithmetic import Arithmetic
 
 SIZES = (1, 2, 4, 8, 32, 128)
 """groups of a batch, the needle included"""
@@ -112,7 +113,7 @@ def summarise(results: dict[bool, list[Row]], status: dict[bool, dict[str, Any]]
     speed = {mode: sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows) for mode, rows in results.items()}
     differ = {mode: sum(row["differs"] for row in rows) for mode, rows in results.items()}
     arithmetic = status[exact]["arithmetic"]
-    if differ[exact] and "/batch" not in arithmetic:
+    if differ[exact] and not Arithmetic.parse(arithmetic).by_batch:
         raise BenchFailed(f"the needle differs in {differ[exact]} of {len(results[exact])} batches with {arithmetic}")
     largest = [row["tokens_per_second"] for row in results[exact] if row["groups"] == max(SIZES)]
     plain = {

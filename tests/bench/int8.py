@@ -30,10 +30,10 @@ import torch
 from rollout.bench.fidelity import compare
 from rollout.bench.harness import BenchSetup, Row
 from rollout.engine.engine import Engine
-from rollout.engine.forward.arithmetic import without_int8
 from rollout.engine.forward.model import Model
 from rollout.engine.forward.random_weights import load_module
 from rollout.engine.values import Group, Sample, Sampling
+from rollout.engine.values.arithmetic import Arithmetic
 from rollout.exact import sample_logprobs, use_exact
 
 ROWS = (1, 2, 4, 8)
@@ -124,7 +124,7 @@ def differences(setup: BenchSetup, eight: Engine) -> Row:
     service = np.concatenate([each.logprobs for each in samples]).astype(np.float64)
     module: Any = load_module(setup.folder, dtype=getattr(torch, setup.options.dtype)).eval()
     scores = {}
-    for name in (eight.arithmetic, without_int8(eight.arithmetic)):
+    for name in (eight.arithmetic, str(Arithmetic.parse(eight.arithmetic)._replace(int8=False))):
         exact = use_exact(module, name, eight.block_size, setup.threads)
         scores[name] = scored(module, text), scored(module, sampled)
         exact.remove()

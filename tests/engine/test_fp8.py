@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.forward.arithmetic import FP8, without_fp8
 from rollout.engine.kv import fp8
 from rollout.engine.kv.cells import keys_and_values
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.values import Group, Sample, Sampling
+from rollout.engine.values.arithmetic import FP8, Arithmetic
 from rollout.exact import use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.tiny import tiny, tiny_engine
@@ -149,7 +149,7 @@ def test_an_engine_tells_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.INFO, "rollout.engine"):
         kept = tiny_engine(**KEPT, kv_tokens=None, kv_gib=0.001)
     plain = tiny_engine(dtype="bfloat16", kv_tokens=None, kv_gib=0.001, attention="reference")
-    assert kept.arithmetic == plain.arithmetic + FP8 and without_fp8(kept.arithmetic) == plain.arithmetic
+    assert Arithmetic.parse(kept.arithmetic) == Arithmetic.parse(plain.arithmetic)._replace(fp8=True)
     mine, other = (engine.status() for engine in (kept, plain))
     assert mine["kv"]["dtype"] == "fp8_e4m3" and other["kv"]["dtype"] == mine["dtype"] == other["dtype"] == "bfloat16"
     assert mine["kv"]["device_blocks"] / other["kv"]["device_blocks"] == pytest.approx(2 * 16 / (16 + 2), rel=0.01)
@@ -193,4 +193,4 @@ def test_who_cannot_read_it_says_so() -> None:
         EngineConfig(kv_dtype="fp8_e5m2")  # type: ignore[arg-type]
     model: Any = None  # nothing of it is looked at
     with pytest.raises(ValueError, match=r"whose KV is in fp8, .* kv_dtype=\"auto\", or weigh its samples"):
-        use_exact(model, "fma/1+torch/2.13.0" + FP8)
+        use_exact(model, f"fma/1+torch/2.13.0+{FP8}")

@@ -21,9 +21,9 @@ from rollout.engine.cpu.isa import here
 from rollout.engine.cpu.kernels import Kernels
 from rollout.engine.cuda.device import CudaDevice
 from rollout.engine.engine import Engine
-from rollout.engine.forward.arithmetic import INT8
 from rollout.engine.forward.model import UnsupportedModel
 from rollout.engine.values import Adapter, LoraTarget, Sample, WeightUpdate
+from rollout.engine.values.arithmetic import INT8
 from rollout.engine.weights.live import Weights
 from rollout.engine.weights.staging import source_of
 from rollout.engine.weights.tensors import describe, tensor_bytes, with_digest

@@ -14,12 +14,12 @@ from torch import nn
 from rollout.engine.cpu import isa
 from rollout.engine.cuda.device import CudaDevice
 from rollout.engine.engine import Engine
-from rollout.engine.forward.arithmetic import LATENT
 from rollout.engine.forward.latent import LatentHeads, plain_kv, use_latent_kv
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.kv.pages import LayerShape
 from rollout.engine.memory import HostMemory
 from rollout.engine.values import Sample
+from rollout.engine.values.arithmetic import LATENT
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.equivalence import CLASSES, ROOMY, assert_same, groups
 from tests.support.families import MLA, build

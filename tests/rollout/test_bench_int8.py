@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.engine.forward.arithmetic import INT8
 from rollout.engine.values import Group, Sampling
+from rollout.engine.values.arithmetic import INT8
 from tests.bench import int8
 from tests.support.bench import bench_rows
 from tests.support.samebits import torchs_log_softmax

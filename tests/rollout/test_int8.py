@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from rollout.client import RolloutClient
-from rollout.engine.forward.arithmetic import INT8
 from rollout.engine.values import Sampling
+from rollout.engine.values.arithmetic import INT8
 from rollout.exact import sample_logprobs, use_exact
 from tests.support.samebits import torchs_log_softmax
 from tests.support.tiny import tiny, tiny_engine

@@ -25,8 +25,8 @@ from rollout.commands.main import main
 from rollout.config import Config, InputError, dump
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.forward.arithmetic import INT8, LATENT
 from rollout.engine.values import Sample, Sampling
+from rollout.engine.values.arithmetic import INT8, LATENT
 from rollout.ledger.writer import LedgerWriter
 from tests.support.waiting import until
 from tests.support.wire import serving
@@ -197,9 +197,9 @@ def test_the_service_computes_as_the_run_did(run: Recorded) -> None:
         "auto",
         2,
     )
-    read.services[0].arithmetic = f"fma/1{INT8}"
+    read.services[0].arithmetic = f"fma/1+{INT8}"
     assert remaking.engine_of(read, 0, EngineConfig(), "m").weight_dtype == "int8"
-    read.services[0].arithmetic = f"fma/1{LATENT}"
+    read.services[0].arithmetic = f"fma/1+{LATENT}"
     assert remaking.engine_of(read, 0, EngineConfig(), "m").latent_kv
     read.services[0].kv_dtype = "fp8_e4m3"
     assert remaking.engine_of(read, 0, EngineConfig(block_size=64), "m").kv_dtype == "fp8_e4m3"

@@ -20,10 +20,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.cpu.select_path import BATCH
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.values import Group, Sample, Sampling
+from rollout.engine.values.arithmetic import Arithmetic
 from tests.support.tiny import COMMON, plain_logprobs
 from tests.support.toy import group, run
 
@@ -338,7 +338,7 @@ def runs(status: dict[str, Any]) -> str:
     """Return what runs the layers of an engine."""
     if status["computed_by"] != "module":
         return "decoder"
-    return "torch" if BATCH in status["arithmetic"] else "kernels"
+    return "torch" if Arithmetic.parse(status["arithmetic"]).by_batch else "kernels"
 
 
 def judged(plain: PreTrainedModel, asked: list[Asked]) -> Outcome:
