@@ -8,7 +8,7 @@ PACKAGES := engine transport rollout
 SOURCES := $(PACKAGES) $(wildcard recipes) tests
 
 # the heart without a process, a socket or a download; tests/test_shape.py holds that every file of scheduling and KV is met in it
-QUICK := $(addprefix tests/engine/test_,bad_groups.py block_store.py block_tables.py drafts.py engine.py lanes.py memory.py modes.py \
+QUICK := $(addprefix tests/engine/test_,arithmetic_names.py bad_groups.py block_store.py block_tables.py drafts.py engine.py lanes.py memory.py modes.py \
 	parked_group.py plan.py preemption.py prefix_index.py running_table.py shared_prefixes.py shares.py stats.py stop_strings.py \
 	tiles.py turns.py waiting_queue.py) \
 	$(addprefix tests/transport/test_,frames.py messages.py) $(addprefix tests/rollout/test_,config.py outgoing.py) \

@@ -25,15 +25,16 @@ from rollout.engine.forward.interface import ModelLike, module_of, states_of, st
 from rollout.engine.forward.versions import check_versions
 from rollout.engine.kv.block import SlotCounts
 from rollout.engine.kv.pages import PagedKV
-from rollout.engine.kv.sizing import BlockBytes, PoolSizes, check_tables, pool_sizes, state_sizes, window_sizes
+from rollout.engine.kv.sizing import PoolSizes, check_tables, pool_sizes
+from rollout.engine.scheduling.stopping import StopTexts
 from rollout.engine.values.arithmetic import RANKS, TREE
 from rollout.engine.weights.live import Weights
+from rollout.engine.weights.parts import WeightParts
 from rollout.engine.worker import ModelKernels, RecordRoutes, Report, Worker, no_report
 
 if TYPE_CHECKING:
     from rollout.engine.forward.model import Model
     from rollout.engine.kv.routes import RouteGeometry
-    from rollout.engine.kv.states import StatePages
 
 DEVICES = {"cpu": "rollout.engine.cpu.device:CpuDevice", "cuda": "rollout.engine.cuda.device:CudaDevice"}
 """by `torch.device.type`; each takes the configuration, and raises ValueError if it is not available"""
@@ -49,16 +50,27 @@ class WorkerParts(NamedTuple):
     """What differs between the worker of one device and those of several ranks (`rollout.engine.parallel`)."""
 
     make: Callable[[EngineConfig, Device, ModelKernels, PagedKV, Weights], Worker]
-    weights: Callable[[ModelLike, Device], Weights]
+    weights: Callable[[EngineConfig, ModelLike, Device], Weights]
     agree: Callable[[PoolSizes], PoolSizes]
     """takes the sizes that this device has room for; returns those of all"""
     agree_with_states: Callable[[SlotCounts, PoolSizes], tuple[SlotCounts, PoolSizes]]
     """the same for a recurrent model, where slots of states are beside the blocks"""
 
 
-def weights_of(model: ModelLike, device: Device) -> Weights:
-    """Make the weights of a model on one device."""
-    return Weights(module_of(model), streamed_of(model), partial(weights_moved, model), device.memory)
+def weights_of(config: EngineConfig, model: ModelLike, device: Device) -> Weights:
+    """Make the weights of a model on one device, with the parts that the model and the device need."""
+    from rollout.engine.weights.lora import AdapterBase
+
+    parts = WeightParts(streamed_of(model), adapters=AdapterBase)
+    if config.weight_dtype != "auto":
+        from rollout.engine.weights.twins import Twins
+
+        parts = parts._replace(twins=Twins)
+    if device.memory.hashes is not None:
+        from rollout.engine.weights.in_place import stage_on_device
+
+        parts = parts._replace(on_device=stage_on_device)
+    return Weights(module_of(model), parts, partial(weights_moved, model), device.memory)
 
 
 ONE_DEVICE = WorkerParts(Worker, weights_of, lambda sizes: sizes, lambda slots, sizes: (slots, sizes))
@@ -85,9 +97,13 @@ def open_worker(
         config = without_drafts(config, drafts)
     kernels, routes = with_routes(config, kernels)
     report("allocating the KV pools")
-    weights = parts.weights(model, device)
+    weights = parts.weights(config, model, device)
     kv = take_kv(config, device, model, routes, parts)
-    worker = parts.make(fitted(config, kv), device, kernels, kv, weights)
+    if kv.states is not None:
+        from rollout.engine.kv.states import fitted
+
+        config = fitted(config, kv.states)
+    worker = parts.make(config, device, kernels, kv, weights)
     if routes is not None:
         worker.record_routes = recorder_of(config, kernels, routes, kv)
     return worker
@@ -101,6 +117,13 @@ def open_workers(config: EngineConfig, model: ModelLike | None, report: Report) 
         raise ValueError(f"tp={config.tp} with a model: each rank loads its part of config.model; leave the model out")
     leader: Worker = part_of(LEADER)(config, report)
     return leader
+
+
+def open_texts(config: EngineConfig) -> StopTexts:
+    """Make what reads the texts of a model's tokens."""
+    from rollout.engine.scheduling.stops import TokenTexts
+
+    return TokenTexts(config.model)
 
 
 def part_of(place: str) -> Any:
@@ -282,14 +305,17 @@ def take_kv(
     block_bytes = (kept.bytes_per_token + (0 if routes is None else routes.bytes_per_token)) * config.block_tokens
     sizes, geometry, states = parts.agree(pool_sizes(config, block_bytes, memory)), states_of(model), None
     if geometry is not None:
-        slots, sizes = parts.agree_with_states(*state_sizes(config, geometry.nbytes, sizes, block_bytes, memory))
-        from rollout.engine.kv.states import StatePages
+        from rollout.engine.kv.states import StatePages, state_sizes
 
+        slots, sizes = parts.agree_with_states(*state_sizes(config, geometry.nbytes, sizes, block_bytes, memory))
         states = StatePages(geometry, slots, memory, (config.kv_gib is not None, sizes.commit_host))
     windows = windows_of(model)
     longest = -(-model.context // config.block_tokens)
     if any(windows):
-        kv, sizes = _with_windows(config, device, model, sizes, block_bytes, states)
+        from rollout.engine.kv.windows import windowed_pools
+
+        kv, sizes = windowed_pools(config, device, kept, windows, model.context, sizes, block_bytes)
+        kv.states = states
     else:
         kv = PagedKV(kept, sizes, memory, device.copy_engine(), states)
     if routes is not None:
@@ -298,32 +324,6 @@ def take_kv(
         kv.routes = RoutePages(routes, sizes, memory)
     check_tables(config, min(longest, len(kv.data)) * (2 if any(windows) else 1))
     return kv
-
-
-def _with_windows(
-    config: EngineConfig, device: Device, model: ModelLike, sizes: PoolSizes, block_bytes: int, states: StatePages | None
-) -> tuple[PagedKV, PoolSizes]:
-    """Allocate pools for the layers with full attention and for those with a window. Returns them, and the size of the former.
-
-    Args:
-        sizes: blocks for all of them together.
-        block_bytes: of such a block, routes included.
-    """
-    windows, kept = windows_of(model), model.geometry.kept_as(config.kv_dtype)
-    windowed, longest = [window > 0 for window in windows], -(-model.context // config.block_tokens)
-    layers = [[i for i, each in enumerate(windowed) if each == kind] for kind in (False, True)]
-    full, window = (kept.part(each) for each in layers)
-    of_windows = window.bytes_per_token * config.block_tokens
-    each = BlockBytes(block_bytes - of_windows, of_windows)
-    counts, sizes = window_sizes(config, sizes, each, max(windows), longest)
-    kv = PagedKV(full, sizes, device.memory, device.copy_engine(), states)
-    beside = sizes._replace(device=counts.device, host=counts.host)
-    kv.join(PagedKV(window, beside, device.memory, device.copy_engine()), windowed)
-    log.info(
-        "windows tokens=%d layers=%d of=%d blocks=%d host_blocks=%d block_bytes=%d",
-        counts.tokens, sum(windowed), len(windowed), counts.device, counts.host, each.window,
-    )  # fmt: skip
-    return kv, sizes
 
 
 def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
@@ -335,20 +335,3 @@ def without_drafts(config: EngineConfig, asked: int | None) -> EngineConfig:
             "or leave it out"
         )
     return msgspec.structs.replace(config, drafts=0)
-
-
-def fitted(config: EngineConfig, kv: PagedKV) -> EngineConfig:
-    """Lower max_num_seqs to the sequences whose recurrent state fits into the pool."""
-    if kv.states is None:
-        return config
-    slots, size = kv.states.slots, kv.states.geometry.nbytes
-    log.info("recurrent state bytes=%d slots=%d host_slots=%d", size, slots.device, slots.host)
-    if slots.sequences >= config.most_seqs:
-        return config
-    log.warning(
-        "fewer sequences run, since each has a recurrent state of %.1f MiB: max_num_seqs=%d becomes %d; raise kv_gib for more",
-        size / 2**20,
-        config.most_seqs,
-        slots.sequences,
-    )
-    return msgspec.structs.replace(config, max_num_seqs=slots.sequences)

@@ -7,7 +7,7 @@
     │ graphs ──────── captured steps
     └ sample, mark ── sampling without waiting; time stamps on the device
 
-A new kind of device is a folder beside `cpu/` and `cuda/`, with a `device.py`.
+A new kind of device is a folder beside `cpu/` and `cuda/`, with a `device.py`, and an entry in `rollout.engine.build.DEVICES`.
 """
 
 from __future__ import annotations

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from functools import cache, cached_property, partial
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
-from rollout.engine.build import open_workers
+from rollout.engine.build import open_texts, open_workers
 from rollout.engine.config import EngineConfig
 from rollout.engine.forward.interface import ModelLike
 from rollout.engine.forward.sampling import uniform
 from rollout.engine.pipeline import Pipeline
-from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.stopping import stops_of
+from rollout.engine.scheduling.build import open_scheduler
 from rollout.engine.status import status
 from rollout.engine.values import (
     Group,
@@ -30,7 +28,6 @@ from rollout.engine.values import (
     TokenChunk,
     WeightUpdate,
 )
-from rollout.engine.vocabulary import NoVocabulary, Vocabulary
 from rollout.engine.weights.in_process import update_from
 from rollout.engine.weights.live import Weights, WeightsTorn
 from rollout.engine.weights.staging import Staging
@@ -60,11 +57,10 @@ class Engine:
         report: Report = no_report,
     ) -> None:
         self.limits = limits or Limits()
-        self.vocabulary = cache(partial(Vocabulary.load, config.model))
-        """loads the bytes of the model's tokens once, when they are first needed"""
+        self.texts = open_texts(config)
         self.worker = worker = open_workers(config, model, report)
         self.config = worker.config
-        self.scheduler = Scheduler(worker.config, worker.pools)
+        self.scheduler = open_scheduler(worker.config, worker.pools)
         self.counters = self.scheduler.state.counters
         self.pipeline = Pipeline(worker, self.scheduler)
         worker.warm_up(report)
@@ -96,13 +92,10 @@ class Engine:
         """Return the digest of what the model's forward depends on besides its weights; "": a model without a configuration."""
         return getattr(self.model, "configuration", "")
 
-    @cached_property
+    @property
     def tokenizer(self) -> str:
         """Return the digest of the text in which stop strings are searched; "": there is none, and they are refused."""
-        try:
-            return self.vocabulary().digest
-        except NoVocabulary:
-            return ""
+        return self.texts.digest
 
     @property
     def block_size(self) -> int:
@@ -165,7 +158,8 @@ class Engine:
             unit = uniform(*(np.array([x], np.uint64) for x in (self.config.seed, self._seeded, 0)))
             seed = int(unit[0] * 2**53)
             self._seeded += 1
-        self.pipeline.add_ended(self.scheduler.submit(group, client, seed, eos, stops_of(group, self.vocabulary)))
+        stops = self.texts.stops_of(group) if group.sampling.stop else None
+        self.pipeline.add_ended(self.scheduler.submit(group, client, seed, eos, stops))
 
     def abort(self, group_id: str, index: int | None = None) -> list[Sample]:
         """End a group now, or one child of it. Returns the children that this ends, with their tokens so far; [] for an unknown

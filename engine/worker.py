@@ -25,8 +25,7 @@ from rollout.engine.forward.attention import Backend, prepared, prepared_window
 from rollout.engine.forward.batch import Batch
 from rollout.engine.forward.interface import ExecutionPath, ModelLike, advance_states, windows_of
 from rollout.engine.forward.sampling import PendingTokens
-from rollout.engine.kv.block import PoolCounts, WindowCounts
-from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.block import Copied, PoolCounts, WindowCounts
 from rollout.engine.kv.pages import PagedKV
 from rollout.engine.scheduling.plan import Plan, SampledTokens, StepRoutes, plan_by_hand
 from rollout.engine.values import Routing, Tag, WeightUpdate

@@ -18,8 +18,8 @@ import sys
 from tests.support.house import ROOT, actions, lines_of, modules_of
 
 BUDGETS = {
-    "rollout.engine.scheduling.scheduler": 7_000,
-    "rollout.engine.engine": 12_500,
+    "rollout.engine.scheduling.scheduler": 5_850,
+    "rollout.engine.engine": 10_850,
     "rollout.client.api": 7_900,
     "rollout.service.loop": 8_600,
     "rollout.exact.module": 9_200,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollout.models import without_collection
+from tests.support.house import closure, modules_of
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("engine", "transport", "rollout", "recipes")
@@ -123,7 +124,7 @@ def circle(found: set[tuple[str, str]]) -> set[str]:
     return set()
 
 
-MOST = {"engine": (21, 76), "transport": (10, 15), "rollout": (18, 50)}
+MOST = {"engine": (21, 77), "transport": (10, 15), "rollout": (18, 50)}
 """rooms, and arrows between them"""
 
 
@@ -143,6 +144,68 @@ def test_a_circle_is_seen() -> None:
     assert circle(straight) == set()
     assert circle(straight | {("c", "a")}) == {"a", "b", "c", "d"}
     assert circle(straight | {("c", "b")}) >= {"b", "c"}
+
+
+OPTIONAL = {
+    *(f"engine.{each}" for each in ("cpu", "cuda", "parallel", "model_files", "paths", "processes", "vocabulary")),
+    *(f"engine.forward.{each}" for each in (
+        "configuration", "experts", "latent", "load", "model", "paged", "random_weights", "recurrence", "reference", "routes",
+        "saved_parts", "self_check", "shaped", "shapes", "shards", "summed",
+    )),
+    *(f"engine.kv.{each}" for each in ("cells", "fp8", "routes", "states", "windows")),
+    *(f"engine.scheduling.{each}" for each in ("drafts", "ngrams", "states", "step_seconds", "stops", "windows")),
+    *(f"engine.weights.{each}" for each in (
+        "cuts", "device_staging", "in_place", "layer_cuts", "lora", "offload", "twins",
+    )),
+}  # fmt: skip
+"""parts of the engine that a configuration, a model or a device asks for"""
+CHOOSE = {"engine.build", "engine.scheduling.build"}
+"""files that may name them, inside functions, since they choose"""
+NAMED: set[tuple[str, str]] = {
+    ("engine.devices", "engine.forward.model"),
+    ("engine.forward.interface", "engine.kv.states"),
+    ("engine.kv.pages", "engine.kv.routes"),
+    ("engine.kv.pages", "engine.kv.states"),
+    ("engine.scheduling.block_tables", "engine.scheduling.states"),
+    ("engine.scheduling.block_tables", "engine.scheduling.windows"),
+    ("engine.scheduling.state", "engine.scheduling.states"),
+    ("engine.scheduling.state", "engine.scheduling.windows"),
+}
+"""(core file, part) where a file of the core names the type of a part, for type checkers alone; nothing may be added. An
+interface of the core takes the place of each"""
+
+
+def part_of(name: str) -> str | None:
+    """The optional part that a dotted name leads to."""
+    return next((part for part in OPTIONAL if name == part or name.startswith(f"{part}.")), None)
+
+
+def core() -> dict[str, Path]:
+    """Files that importing the engine reads, by names of their modules."""
+    known = modules_of(ROOT)
+    return {IN_A_CHECKOUT.sub("", name): known[name] for name in closure("rollout.engine.engine", known)}
+
+
+def test_the_core_imports_no_optional_part() -> None:
+    """They are imported where they are chosen, and reached through an interface that the core has."""
+    files = {name: path for name, path in core().items() if name.startswith("engine")}
+    assert {"engine.worker", "engine.scheduling.scheduler", "engine.weights.live"} <= files.keys()
+    assert not {name for name in files if part_of(name)}, "import it in build.py, inside the function that chooses it"
+    named = {
+        (name, part)
+        for name, path in files.items()
+        if name not in CHOOSE
+        for each in imported(path.read_text(), name)
+        if (part := part_of(each))
+    }
+    assert named <= NAMED, "define what the core needs of it as a Protocol, beside the code that needs it"
+    assert NAMED <= named, "no longer named: take it off the list"
+
+
+def test_every_file_of_the_engine_is_core_or_optional() -> None:
+    files = {name_of(path) for path in (ROOT / "engine").rglob("*.py")} - {"engine.types"}
+    assert {name for name in files if not part_of(name)} == {name for name in core() if name.startswith("engine")}
+    assert all(part_of(each) for each in ("engine.cuda.tiles", "engine.kv.states")) and not part_of("engine.kv.store")
 
 
 ASKS = re.compile(

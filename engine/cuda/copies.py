@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollout.engine.kv.block import BlockCopies
-from rollout.engine.kv.copies import ALL_SLOTS, Copied, Copy, Pairs, SlotClaims
+from rollout.engine.kv.block import BlockCopies, Copied
+from rollout.engine.kv.copies import ALL_SLOTS, Copy, Pairs, SlotClaims
 
 
 def copy_claims(pairs: Pairs) -> SlotClaims:

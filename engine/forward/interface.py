@@ -14,10 +14,10 @@ import torch
 from rollout.engine.forward.attention import Backend
 from rollout.engine.forward.batch import Batch
 from rollout.engine.kv.pages import KVGeometry, PagedKV
+from rollout.engine.weights.parts import StreamedLayers
 
 if TYPE_CHECKING:
     from rollout.engine.kv.states import StateGeometry
-    from rollout.engine.weights.offload import OffloadedModel
 
 
 class NativeLayers(Protocol):
@@ -75,7 +75,7 @@ def weights_moved(model: ModelLike) -> None:
         decoder.weights_moved()
 
 
-def streamed_of(model: ModelLike) -> OffloadedModel | None:
+def streamed_of(model: ModelLike) -> StreamedLayers | None:
     """Return the weight offload of a model; None: all layers are on the device."""
     return getattr(model, "streamed", None)
 

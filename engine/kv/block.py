@@ -160,3 +160,10 @@ class BlockCopies:
     def blocks(self) -> int:
         """Number of copied blocks."""
         return sum(map(len, (self.offloads, self.restores, self.copies, self.mirrors, self.prefetches)))
+
+
+class Copied(NamedTuple):
+    """Number and duration of finished copies."""
+
+    blocks: int
+    seconds: float

@@ -12,17 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rollout.engine.kv.block import BlockCopies, Spans
+from rollout.engine.kv.block import BlockCopies, Copied, Spans
 
 Pairs = list[tuple[int, int]]
 """(source slot, destination slot) of each copy"""
-
-
-class Copied(NamedTuple):
-    """Number and duration of finished copies."""
-
-    blocks: int
-    seconds: float
 
 
 class Copy(NamedTuple):

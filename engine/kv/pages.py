@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rollout.engine.config import KVName
-from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import ALL_SLOTS, Copied, CopyEngine, step_claims
+from rollout.engine.kv.block import BlockCopies, Copied, Spans
+from rollout.engine.kv.copies import ALL_SLOTS, CopyEngine, step_claims
 from rollout.engine.kv.pools import Pools
 from rollout.engine.kv.sizing import PoolSizes
 from rollout.engine.memory import DeviceMemory

@@ -21,7 +21,7 @@ from rollout.engine.cpu.sums import SumKernels
 from rollout.engine.forward.load import BrokenModel, in_one_line
 from rollout.engine.forward.shards import LoadedPart, check_folder
 from rollout.engine.forward.summed import RankExchange
-from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.block import Copied
 from rollout.engine.memory import DeviceMemory
 from rollout.engine.parallel.followers import Followers, PlacedFollowers, RankProcess, resident_bytes
 from rollout.engine.parallel.messages import Follow, SleepRank, WakeRank, WarmUpRank

@@ -154,7 +154,7 @@ def open_rank(config: EngineConfig, ranks: Ranks, report: Report, weigh: Weigh, 
     model = Model(loaded.module, config.model)
     parts = WorkerParts(
         kind,
-        lambda model, device: weigh(loaded, partial(weights_moved, model), device.memory),
+        lambda _, model, device: weigh(loaded, partial(weights_moved, model), device.memory),
         partial(agreed, ranks),
         partial(agreed_with_states, config, ranks),
     )

@@ -26,7 +26,8 @@ from rollout.engine.values import TensorInfo
 from rollout.engine.weights.cuts import Cut, Part, parts_of
 from rollout.engine.weights.inventory import READ_BYTES, Inventory
 from rollout.engine.weights.live import Weights, WeightsTorn, unstaged
-from rollout.engine.weights.lora import StagedTensors
+from rollout.engine.weights.lora import AdapterBase
+from rollout.engine.weights.parts import StagedTensors, WeightParts
 from rollout.engine.weights.staging import SLICE_BYTES, StagedTensor
 from rollout.engine.weights.tensors import tensor_bytes
 
@@ -254,7 +255,7 @@ class DividedWeights(Weights):
         memory: DeviceMemory | None = None,
     ) -> None:
         here = None if memory is None else without_hashes(memory)  # digests are of whole tensors: of payloads in host memory
-        super().__init__(module, lay_out=lay_out, memory=here, inventory=inventory)
+        super().__init__(module, WeightParts(adapters=AdapterBase), lay_out, here, inventory)
         self._ranks = ranks
         self._parts_of = inventory.parts
         dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollout.engine.kv.block import Block
 from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.kv.store import BlockStore
 from rollout.engine.scheduling.counters import Counters
 from rollout.engine.scheduling.sequence import Sequence
-from rollout.engine.scheduling.states import StateSlots
-from rollout.engine.scheduling.windows import WindowBlocks
+
+if TYPE_CHECKING:
+    from rollout.engine.scheduling.states import StateSlots
+    from rollout.engine.scheduling.windows import WindowBlocks
 
 
 class FoundPrefix(NamedTuple):

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rollout.engine.kv.block import BlockCopies
-from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.block import BlockCopies, Copied
 from rollout.engine.scheduling.plan import Plan
 from rollout.engine.scheduling.sequence import GroupState, Sequence
 

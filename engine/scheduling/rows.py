@@ -11,7 +11,6 @@ from rollout.engine.kv.prefix import block_key, content_key
 from rollout.engine.scheduling.plan import LogitAdjustment, Plan, SharedPrefix
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
-from rollout.engine.scheduling.states import tokens_to_junction
 
 
 def decode_rows(state: SchedulerState, sequences: list[Sequence]) -> list[Row]:
@@ -222,3 +221,8 @@ def computed_by_other(seq: Sequence, count: int, planned: set[bytes], block_size
         parent = key(i)
         planned.add(parent)
     return False
+
+
+def tokens_to_junction(seq: Sequence, count: int) -> int:
+    """Return how many of the next `count` tokens of a sequence its row computes, so that a row ends at its junction."""
+    return min(count, seq.junction - seq.cached) if seq.junction > seq.cached else count

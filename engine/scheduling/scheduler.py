@@ -18,31 +18,71 @@ the next step was planned and launched (`rollout.engine.pipeline`). One call of 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
-from rollout.engine.config import EngineConfig
-from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling import admission, fairness, output, preemption
-from rollout.engine.scheduling.drafts import Drafts
 from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
 from rollout.engine.scheduling.rows import build_plan, decode_rows, prefill_row
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence, Submission
 from rollout.engine.scheduling.state import SchedulerState
-from rollout.engine.scheduling.stopping import Stops
+from rollout.engine.scheduling.stopping import StopStrings
 from rollout.engine.values import Group, Sample, TokenChunk
 
 MAX_SCORES = 1024
 """given tokens that one step scores: their logits are in memory together"""
 
 
-class Scheduler:
-    """Decides the steps, in the order that the module's docstring lists."""
+class Drafting(Protocol):
+    """Proposes tokens after the one that a decode row computes: `rollout.engine.scheduling.drafts.Drafts`."""
 
-    def __init__(self, config: EngineConfig, pools: PoolCounts, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns seconds, never falling."""
-        self.state = SchedulerState(config, pools, clock)
-        self.drafts = Drafts(config.drafts or 0, self.state, bool(config.overlap_steps))
+    def wanted(self, running: list[Sequence]) -> bool:
+        """Return whether the next step needs the results of the step in flight."""
+
+    def overlap(self, rows: list[Row], step: int) -> None:
+        """Take note of the decode rows of a step that is planned with another in flight. step: its number."""
+
+    def extend(self, rows: list[Row], budget: int, step: int, now: float) -> list[Row]:
+        """Return the decode rows of a step, with drafts of at most `budget` tokens in all. now: seconds, its start."""
+
+    def advanced(self, seconds: float) -> None:
+        """Take note of how long the newest step had to advance recurrent states by drafts of the step before."""
+
+    def ended(self, step: int, now: float) -> None:
+        """Take note that the step of this number was read at `now` seconds."""
+
+    def learn(self, seq: Sequence, expected: tuple[int, ...], drawn: list[int]) -> None:
+        """Take note of which tokens of a draft were accepted. drawn: the tokens that were appended to the sequence."""
+
+
+class NoDrafts:
+    """Proposes nothing."""
+
+    def wanted(self, running: list[Sequence]) -> bool:
+        return False
+
+    def overlap(self, rows: list[Row], step: int) -> None:
+        pass
+
+    def extend(self, rows: list[Row], budget: int, step: int, now: float) -> list[Row]:
+        return rows
+
+    def advanced(self, seconds: float) -> None:
+        pass
+
+    def ended(self, step: int, now: float) -> None:
+        pass
+
+    def learn(self, seq: Sequence, expected: tuple[int, ...], drawn: list[int]) -> None:
+        raise AssertionError("a draft, and none was proposed")
+
+
+class Scheduler:
+    """Decides the steps, in the order that the module's docstring lists. `rollout.engine.scheduling.build.open_scheduler` makes
+    one for a configuration."""
+
+    def __init__(self, state: SchedulerState, drafts: Drafting) -> None:
+        self.state, self.drafts = state, drafts
         self._round_robin = fairness.RoundRobin()
         self._planned = 0
 
@@ -193,7 +233,9 @@ class Scheduler:
         return state.finish_all(seq.state, "error", reason)
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def submit(self, group: Group, client: str, seed: int, eos: frozenset[int], stops: Stops | None = None) -> list[Sample]:
+    def submit(
+        self, group: Group, client: str, seed: int, eos: frozenset[int], stops: StopStrings | None = None
+    ) -> list[Sample]:
         """Queue a group. Returns the samples of the children that are complete already. Raises ValueError if the id is taken,
         if one child could never fit into the pool or has tokens after a stop string, or if its complete children would already
         end it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.engine.kv.block import Block
 from rollout.engine.kv.versions import KVVersions, Versions
-from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
+from rollout.engine.scheduling.stopping import LogitRules, StopStrings, TokenCounts
 from rollout.engine.values import FinishReason, Group, KVSpans, PartialSample, Sample, TokenChunk, slice_kv_spans, slice_spans
 
 
@@ -59,7 +59,7 @@ class GroupState:
         "__weakref__",
     )
 
-    def __init__(self, submission: Submission, eos: frozenset[int], stops: Stops | None = None) -> None:
+    def __init__(self, submission: Submission, eos: frozenset[int], stops: StopStrings | None = None) -> None:
         """eos: tokens that end a child. Raises ValueError for a partial child with tokens after a stop string."""
         self.group, self.client, self.number, self.seed, self.arrived = submission
         group, number = self.group, self.number
@@ -96,7 +96,7 @@ class GroupState:
         self.oldest_kv = 0
         """version of the last refresh with kv="recompute": KV of older weights is not read any more"""
 
-    def _know_children(self, group: Group, eos: frozenset[int], stops: Stops | None) -> None:
+    def _know_children(self, group: Group, eos: frozenset[int], stops: StopStrings | None) -> None:
         """Divide the children into complete, partial and fresh ones."""
         partials = {child.index: child for child in group.partials}
         self.complete = {index: how for index, child in partials.items() if (how := _ended_as(child, group, eos, stops))}
@@ -139,7 +139,7 @@ class GroupState:
         return max(self.oldest_kv, version - self.group.sampling.max_kv_lag)
 
 
-def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: Stops | None) -> FinishReason | None:
+def _ended_as(child: PartialSample, group: Group, eos: frozenset[int], stops: StopStrings | None) -> FinishReason | None:
     """Return the finish reason of a partial child that is complete, else None. Raises ValueError if it has tokens after a stop
     string."""
     if group.score:

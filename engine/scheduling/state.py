@@ -10,7 +10,7 @@ abort, deadline, refresh ─────┴──finish──► Sample
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,11 @@ from rollout.engine.scheduling.counters import Counters, Rates
 from rollout.engine.scheduling.credit import ClientCredit
 from rollout.engine.scheduling.queue import RunningTable, WaitingQueue
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
-from rollout.engine.scheduling.states import StateSlots
-from rollout.engine.scheduling.windows import WindowBlocks
 from rollout.engine.values import FinishReason, Sample
+
+if TYPE_CHECKING:
+    from rollout.engine.scheduling.states import StateSlots
+    from rollout.engine.scheduling.windows import WindowBlocks
 
 CONTINUED: frozenset[FinishReason] = frozenset(("stop", "length", "cut", "deadline"))
 """finish reasons of a child that another turn may continue"""
@@ -47,19 +49,25 @@ class SchedulerState:
     """Owns groups, queues, the block store and pinned KV, and is the only writer of groups and sequences, together with
     `BlockTables` (blocks) and `rollout.engine.scheduling.output` (tokens)."""
 
-    def __init__(self, config: EngineConfig, pools: PoolCounts, clock: Callable[[], float]) -> None:
-        """clock: returns seconds, never falling."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        pools: PoolCounts,
+        clock: Callable[[], float],
+        states: StateSlots | None = None,
+        windows: WindowBlocks | None = None,
+    ) -> None:
+        """Begin without groups (`rollout.engine.scheduling.build.open_state`).
+
+        Args:
+            clock: returns seconds, never falling.
+            states: slots of recurrent state; None: the model has none.
+            windows: blocks of layers with a sliding window; None: all layers hold the KV of all tokens.
+        """
         self.config, self.clock = config, clock
         self.counters, self.rates = Counters(), Rates()
         self.store = BlockStore(pools.device_blocks, pools.host_blocks, config.prefix_cache)
-        self.states = None if pools.slots is None else StateSlots(pools.slots, config.block_tokens, config.prefix_cache)
-        """slots of recurrent state; None: the model has none"""
-        self.windows = (
-            None
-            if pools.windows is None
-            else WindowBlocks(pools.windows, config.block_tokens, config.most_tokens, config.prefix_cache)
-        )
-        """blocks of layers with a sliding window; None: all layers hold the KV of all tokens"""
+        self.states, self.windows = states, windows
         self.tables = BlockTables(config.block_tokens, self.store, self.counters, self.states, self.windows)
         self.table = RunningTable(config.most_seqs, min(pools.max_blocks, pools.device_blocks), self.windows is not None)
         self.waiting = WaitingQueue()

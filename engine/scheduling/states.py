@@ -247,11 +247,6 @@ class StateSlots:
             seq.state_in, seq.state_out = state, self.store.allocate(0)
 
 
-def tokens_to_junction(seq: Sequence, count: int) -> int:
-    """Return how many of the next `count` tokens of a sequence its row computes, so that a row ends at its junction."""
-    return min(count, seq.junction - seq.cached) if seq.junction > seq.cached else count
-
-
 def chained(blocks: Iterable[Block]) -> list[bytes]:
     """Return the 128-bit key of the state after each of these full KV blocks. It depends on the tokens and on the weight
     versions of all blocks up to it."""

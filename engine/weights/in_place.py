@@ -21,9 +21,22 @@ from rollout.engine.weights.staging import Source, StagedTensor
 from rollout.engine.weights.tensors import InvalidWeights, flat_bytes
 
 
+def stage_on_device(
+    update: WeightUpdate,
+    parts: list[StagedTensor],
+    memory: DeviceMemory,
+    on_close: Callable[[], None],
+    in_place: bool,
+) -> DeviceStaging:
+    """Begin to stage in device memory (`rollout.engine.weights.parts.StageOnDevice`)."""
+    return (InPlaceStaging if in_place else DeviceStaging)(update, parts, memory, on_close)
+
+
 class InPlaceStaging(DeviceStaging):
     """Checks a payload that stays readable until the commit, and then writes it. The places of its parts are the live tensors.
     Its first source begins again after the last byte."""
+
+    in_place = True
 
     def __init__(
         self, update: WeightUpdate, parts: list[StagedTensor], memory: DeviceMemory, on_close: Callable[[], None]

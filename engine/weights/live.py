@@ -33,16 +33,12 @@ from msgspec.structs import replace
 from rollout.engine.memory import DeviceMemory, HostMemory, storage_bytes
 from rollout.engine.values import Served, TensorInfo, WeightUpdate
 from rollout.engine.weights.buffers import RefreshBuffers
-from rollout.engine.weights.device_staging import DeviceStaging
-from rollout.engine.weights.in_place import InPlaceStaging
 from rollout.engine.weights.inventory import SKIPPED, Digests, Inventory
-from rollout.engine.weights.lora import AdapterBase, AdapterMerge, InOnePlace, StagedTensors
-from rollout.engine.weights.offload import OffloadedModel
+from rollout.engine.weights.parts import PLAIN, InOnePlace, StagedTensors, WeightParts
 from rollout.engine.weights.resident import ResidentTensors
 from rollout.engine.weights.rounding import RoundingLog
-from rollout.engine.weights.staging import StagedTensor, Staging, TensorSlices
+from rollout.engine.weights.staging import StagedTensor, Staging
 from rollout.engine.weights.tensors import InvalidWeights
-from rollout.engine.weights.twins import Twins, TwinStaging
 from rollout.engine.weights.versions import check_named, next_version
 
 log = logging.getLogger(__name__)
@@ -57,7 +53,7 @@ class Weights:
 
     Args:
         module: None: a model without tensors, which has only a version.
-        streamed: weight offload of its layers, if on.
+        parts: what they have besides.
         lay_out: called after tensors moved; places some of them side by side.
         memory: where the tensors are; None: host memory.
         inventory: of the module's tensors; None: made here.
@@ -66,7 +62,7 @@ class Weights:
     def __init__(
         self,
         module: torch.nn.Module | None,
-        streamed: OffloadedModel | None = None,
+        parts: WeightParts = PLAIN,
         lay_out: Callable[[], None] = lambda: None,
         memory: DeviceMemory | None = None,
         inventory: Inventory | None = None,
@@ -77,13 +73,13 @@ class Weights:
         """newest weights served before a restart"""
         self.torn = False
         self._module = module
-        self._streamed = streamed
+        self._streamed, self._stage_on_device = parts.streamed, parts.on_device
         self._lay_out = lay_out
-        self.inventory = self.own = inventory or Inventory(module, {} if streamed is None else streamed.masters)
+        self.inventory = self.own = inventory or Inventory(module, {} if parts.streamed is None else parts.streamed.masters)
         self._digests = Digests(self.inventory, self._memory.hashes)
-        self.base = AdapterBase(self.inventory, self._digests)
+        self.base = parts.adapters(self.inventory, self._digests)
         self._tensors = self.inventory.tensors
-        self._twins = Twins(module, self._tensors)
+        self._twins = parts.twins(module, self._tensors)
         self._all = {**self._tensors, **self._twins.tensors}
         """the tensors and their twins"""
         here = {name: tensor for name, tensor in self._all.items() if name not in self.inventory.offloaded}
@@ -174,26 +170,20 @@ class Weights:
             )
         if partial:
             self._digests.learn(self._tensors.keys() - {*targets})  # not at the exchange, which pauses generation
-        on_device = update.on_device and adapter is None and self._streamed is None and self._memory.hashes is not None
+        on_device = update.on_device and adapter is None and self._streamed is None and self._stage_on_device is not None
         crowded = on_device and not self.dropped and not self._buffers.open_on_device()
         in_place, on_device = crowded and update.stays, on_device and (update.stays or not crowded)
         if in_place:
             self._digests.learn(self._tensors)  # before they are overwritten
         elif not on_device:
             self._open_in_host_memory()
-        merging = (
-            None if adapter is None else AdapterMerge(adapter, manifest, self.inventory, self.base, self._staged_tensors())
-        )
+        merging = None if adapter is None else self.base.merging(adapter, manifest, self._staged_tensors())
         place = self._live if self.dropped or in_place else self._buffers.place
         parts = self._parts(manifest, targets, place) if merging is None else merging.parts
-        if in_place:
-            self._staging = InPlaceStaging(update, parts, self._memory, self._close_staging)
-        elif on_device:
-            self._staging = DeviceStaging(update, parts, self._memory, self._close_staging)
+        if on_device and self._stage_on_device is not None:
+            self._staging = self._stage_on_device(update, parts, self._memory, self._close_staging, in_place)
         else:
-            making: TensorSlices | None = merging
-            if self._twins.of:
-                making = TwinStaging(self._twins, parts, place, merging)
+            making = self._twins.staging(parts, place, merging)
             self._staging = Staging(update, parts, self._buffers.scratch.numpy(), self._close_staging, making)
         return self._staging
 
@@ -226,7 +216,7 @@ class Weights:
         self._check_addresses()
         if self._streamed is not None:
             self._streamed.ring.settle()
-        if isinstance(staging, InPlaceStaging):
+        if staging.in_place:
             self._write(staging)
         else:
             self._land(staging.names)
@@ -244,7 +234,7 @@ class Weights:
         else:
             self.exchange(names)
 
-    def _write(self, staging: InPlaceStaging) -> None:
+    def _write(self, staging: Staging) -> None:
         """Overwrite the live tensors. If that fails, the weights are dropped."""
         self.dropped = True
         self.base.clear()

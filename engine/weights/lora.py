@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from rollout.engine.values import Adapter, BaseMismatch, LoraTarget, TensorInfo
 from rollout.engine.weights.inventory import Digests, Inventory
+from rollout.engine.weights.parts import StagedTensors
 from rollout.engine.weights.staging import StagedTensor, finite
 from rollout.engine.weights.tensors import InvalidWeights, digest_of, dtype_name, tensor_bytes
 
@@ -82,39 +83,14 @@ class AdapterBase:
                 self._digests.pop(name, None)
                 self._kept.pop(name, None)
 
+    def merging(self, adapter: Adapter, manifest: Sequence[TensorInfo], staged: StagedTensors) -> AdapterMerge:
+        """Begin the refresh of an adapter. Raises InvalidWeights naming the tensor, BaseMismatch."""
+        return AdapterMerge(adapter, manifest, self._inventory, self, staged)
+
     def clear(self) -> None:
         """Forget all bases, when the weights are dropped."""
         self._kept.clear()
         self._digests.clear()
-
-
-class StagedTensors(Protocol):
-    """Where merged tensors are staged."""
-
-    def part(self, info: TensorInfo, name: str) -> StagedTensor:
-        """Return the part of a payload that is sent whole."""
-
-    def room(self, name: str) -> torch.Tensor:
-        """Return memory for a whole tensor."""
-
-    def wrote(self, name: str, whole: torch.Tensor) -> None:
-        """Stage what was written there."""
-
-
-class InOnePlace:
-    """Tensors that are staged whole. place: returns the staged tensor of a name."""
-
-    def __init__(self, place: Callable[[str], torch.Tensor]) -> None:
-        self._place = place
-
-    def part(self, info: TensorInfo, name: str) -> StagedTensor:
-        return StagedTensor(info, getattr(torch, info.dtype), name, self._place(name).view(-1))
-
-    def room(self, name: str) -> torch.Tensor:
-        return self._place(name)
-
-    def wrote(self, name: str, whole: torch.Tensor) -> None:
-        """Do nothing: it is there."""
 
 
 class AdapterMerge:

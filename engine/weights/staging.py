@@ -80,7 +80,8 @@ class TensorSlices(Protocol):
 
 
 class Staging:
-    """Receives a payload. Made by `Weights.stage`, ended by `Weights.commit` or `close`.
+    """Receives a payload. Made by `Weights.stage`, ended by `Weights.commit` or `close`. in_place: the places of its parts are
+    the live tensors, which `write` writes at the commit.
 
     Args:
         update: with its version.
@@ -88,6 +89,8 @@ class Staging:
         on_close: called once, by `close`.
         making: computes further tensors from the parts.
     """
+
+    in_place = False
 
     def __init__(
         self,
@@ -152,6 +155,11 @@ class Staging:
         """Read the whole payload from a source that has all of it. Raises as `feed`."""
         while not self.complete:
             self.feed(source)
+
+    def write(self) -> None:
+        """Copy the payload into the live tensors, with no step in flight. Raises InvalidWeights and what the source raises; the
+        weights are lost then."""
+        raise NotImplementedError("what is staged beside the live tensors is exchanged with them")
 
     def close(self) -> None:
         """Free the staging memory; counters and digests stay. May be called again."""

@@ -46,6 +46,12 @@ class Twins:
         """The tensors of all twins, by their own names."""
         return {name + MARK: twin.data for name, twin in self.of.items()}
 
+    def staging(
+        self, parts: Iterable[StagedTensor], place: Callable[[str], torch.Tensor], making: TensorSlices | None
+    ) -> TensorSlices | None:
+        """Return what fills staged twins as their parameters are staged."""
+        return TwinStaging(self, parts, place, making) if self.of else making
+
     def beside(self, names: Iterable[str]) -> list[str]:
         """Return the names of the twins of these parameters, as far as they have some."""
         return [name + MARK for name in names if name in self.of]

@@ -26,8 +26,7 @@ from rollout.config import ServiceConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.random_weights import draw
 from rollout.engine.forward.shapes import configuration
-from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.block import BlockCopies, Copied, Spans
 from rollout.engine.processes import run_module
 from rollout.engine.values import Group, Refreshed, Sampling
 from rollout.service.build import open_service

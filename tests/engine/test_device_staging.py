@@ -22,6 +22,7 @@ from rollout.engine.weights.staging import Staging  # noqa: E402
 from rollout.engine.weights.tensors import InvalidWeights, describe, flat_bytes, with_digest  # noqa: E402
 from tests.support.fake_device import FakeDeviceMemory  # noqa: E402
 from tests.support.fake_regions import HostDriver  # noqa: E402
+from tests.support.weights import ON_DEVICE
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="host memory plays the device: kernels need the interpreter")
 SHAPES = {"embed": (70, 40), "norm": (40,), "bias": (3,), "none": (0, 4)}
@@ -90,7 +91,7 @@ def live(weights: Weights) -> dict[str, torch.Tensor]:
 def test_it_is_the_refresh_that_host_memory_makes(sent: torch.dtype, driver: HostDriver | None) -> None:
     """The same tensors, the same digests, addresses that stay; the room goes back, and no copy was in host memory."""
     memory = FakeDeviceMemory(driver)
-    weights, other = Weights(module(), memory=memory), Weights(module())
+    weights, other = Weights(module(), ON_DEVICE, memory=memory), Weights(module())
     before = [tensor.data_ptr() for tensor in weights.inventory.tensors.values()]
     for version in (1, 2):
         named = tensors(version, sent)
@@ -110,7 +111,7 @@ def test_it_is_the_refresh_that_host_memory_makes(sent: torch.dtype, driver: Hos
 
 def test_a_tied_tensor_under_both_names() -> None:
     memory = FakeDeviceMemory()
-    weights, named = Weights(module(), memory=memory), tensors(1)
+    weights, named = Weights(module(), ON_DEVICE, memory=memory), tensors(1)
     staging = staged(weights, {**named, "head": named["embed"]})
     settled(weights, memory, staging)
     weights.commit(staging)
@@ -134,7 +135,7 @@ def spoiled(named: dict[str, torch.Tensor], name: str, value: float) -> dict[str
 )
 def test_what_is_not_finite_is_refused(sent: torch.dtype, value: float, says: str) -> None:
     memory = FakeDeviceMemory()
-    weights = Weights(module(torch.float16), memory=memory)
+    weights = Weights(module(torch.float16), ON_DEVICE, memory=memory)
     staging = staged(weights, spoiled(tensors(1, sent), "norm", value))
     with pytest.raises(InvalidWeights, match=says):
         settled(weights, memory, staging)
@@ -148,7 +149,7 @@ def test_what_is_not_finite_is_refused(sent: torch.dtype, value: float, says: st
 def test_other_bytes_than_the_manifest_s_are_refused(name: str) -> None:
     """Whether they are hashed on the device or, few as they are, on the host."""
     memory, named = FakeDeviceMemory(), tensors(1)
-    weights = Weights(module(), memory=memory)
+    weights = Weights(module(), ON_DEVICE, memory=memory)
     staging = staged(weights, named, spoiled(named, name, 0.5))
     with pytest.raises(InvalidWeights, match=f"'{name}': the bytes do not match the manifest's digest"):
         settled(weights, memory, staging)
@@ -156,7 +157,7 @@ def test_other_bytes_than_the_manifest_s_are_refused(name: str) -> None:
 
 def test_what_the_trainer_writes_later_does_not_matter() -> None:
     memory, named = FakeDeviceMemory(), tensors(1)
-    weights, want = Weights(module(), memory=memory), tensors(1)
+    weights, want = Weights(module(), ON_DEVICE, memory=memory), tensors(1)
     staging = staged(weights, named)
     named["embed"].zero_()
     settled(weights, memory, staging)
@@ -166,7 +167,7 @@ def test_what_the_trainer_writes_later_does_not_matter() -> None:
 
 def test_without_room_it_is_staged_in_host_memory() -> None:
     memory = FakeDeviceMemory(rooms=100)
-    weights, named = Weights(module(), memory=memory), tensors(1)
+    weights, named = Weights(module(), ON_DEVICE, memory=memory), tensors(1)
     staging = staged(weights, named)
     assert staging.complete and weights._buffers.host is not None and not memory.taken_rooms
     weights.commit(staging)
@@ -177,7 +178,7 @@ def test_without_room_it_is_staged_in_host_memory() -> None:
 def test_without_room_a_payload_that_stays_is_written_in_place(sent: torch.dtype) -> None:
     """Nothing of it is kept before the commit; the live tensors stay where they are; the second time as well."""
     memory = FakeDeviceMemory(rooms=100)
-    weights, other = Weights(module(), memory=memory), Weights(module())
+    weights, other = Weights(module(), ON_DEVICE, memory=memory), Weights(module())
     before = [tensor.data_ptr() for tensor in weights.inventory.tensors.values()]
     for version in (1, 2):
         named, old = tensors(version, sent), live(weights)
@@ -200,7 +201,7 @@ def test_without_room_a_payload_that_stays_is_written_in_place(sent: torch.dtype
 def test_what_has_changed_since_its_check_drops_the_weights(sent: torch.dtype) -> None:
     """The trainer has written a tensor before the refresh was over: nothing runs until all tensors are sent again."""
     memory, named = FakeDeviceMemory(rooms=100), tensors(1, sent)
-    weights = Weights(module(), memory=memory)
+    weights = Weights(module(), ON_DEVICE, memory=memory)
     update, source = update_from(list(named.items()), memory, None, False)
     staging = weights.stage(update)
     while staging.received < staging.total:
@@ -225,7 +226,7 @@ def test_what_has_changed_since_its_check_drops_the_weights(sent: torch.dtype) -
 def test_a_payload_that_is_checked_is_refused_as_ever() -> None:
     """Before anything is written: the live weights serve on."""
     memory, named = FakeDeviceMemory(rooms=100), tensors(1)
-    weights = Weights(module(), memory=memory)
+    weights = Weights(module(), ON_DEVICE, memory=memory)
     update, source = update_from(list(spoiled(named, "norm", float("nan")).items()), memory, None, False)
     staging = weights.stage(update)
     with pytest.raises(InvalidWeights, match="'norm': it holds NaN or infinity"):
@@ -260,7 +261,7 @@ def test_tensors_of_the_device_stay_there() -> None:
 
 def test_closing_in_the_middle_gives_the_room_back_when_the_device_is_done() -> None:
     memory = FakeDeviceMemory()
-    weights = Weights(module(), memory=memory)
+    weights = Weights(module(), ON_DEVICE, memory=memory)
     staging, source = weights.stage(WeightUpdate(manifest_of(tensors(1)), on_device=True)), source_of(tensors(1), 1000)
     staging.feed(source)
     stream = staging._stream  # type: ignore[attr-defined]
@@ -279,7 +280,7 @@ def test_closing_in_the_middle_gives_the_room_back_when_the_device_is_done() -> 
 @pytest.mark.parametrize("driver", [None, HostDriver()], ids=["moving", "staying"])
 def test_dropped_weights_are_written_where_they_are(driver: HostDriver | None) -> None:
     memory, named = FakeDeviceMemory(driver), tensors(1)
-    weights = Weights(module(), memory=memory)
+    weights = Weights(module(), ON_DEVICE, memory=memory)
     weights.release_memory(keep=False)
     weights.restore_memory()
     staging = staged(weights, named)
@@ -291,7 +292,7 @@ def test_dropped_weights_are_written_where_they_are(driver: HostDriver | None) -
 
 def test_a_failure_in_the_exchange_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FakeDeviceMemory()
-    weights = Weights(module(), memory=memory)
+    weights = Weights(module(), ON_DEVICE, memory=memory)
     staging = staged(weights, tensors(1))
     settled(weights, memory, staging)
     slices = RefreshBuffers.slices

@@ -25,6 +25,11 @@ from tests.support.plans import commit, launch, rows, small_scheduler, step, sub
 PROMPT = -1
 
 
+def drafts_of(scheduler: Scheduler) -> Drafts:
+    assert isinstance(scheduler.drafts, Drafts)
+    return scheduler.drafts
+
+
 def texts(*said: list[int], prompt: tuple[int, ...] = (50,)) -> NgramIndex:
     made = NgramIndex()
     made.add(PROMPT, np.array(prompt, np.int32), 1000)
@@ -80,7 +85,7 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     for number in range(120):
         step(scheduler, 1 + number % 7)
-        most = max([most, *map(len, scheduler.drafts.indexes.values())])
+        most = max([most, *map(len, drafts_of(scheduler).indexes.values())])
     assert 32 < most < 64 + 20 and scheduler.state.counters.drafted_tokens > 0
 
 
@@ -138,7 +143,7 @@ def test_what_a_step_takes_as_it_is_comes_first() -> None:
     seconds = table(lambda size: 10.0 + size, [16, 32])
     assert seconds.of(np.array([4, 8, 16, 24])).tolist() == [6.5, 13, 26, 34]
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
-    scheduler.drafts.seconds = seconds
+    drafts_of(scheduler).seconds = seconds
     likely(scheduler)
     assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0]
 
@@ -165,23 +170,23 @@ def test_a_step_that_is_not_known_costs_no_more_than_its_share() -> None:
 
 def test_nothing_is_drafted_while_nothing_may_be_lost() -> None:
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
-    scheduler.drafts.seconds = table(lambda size: 0.1 + 1e-6 * size)
+    drafts_of(scheduler).seconds = table(lambda size: 0.1 + 1e-6 * size)
     likely(scheduler)
-    scheduler.drafts.budget.left = -1.0
-    assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0] and scheduler.drafts.budget.left > -1.0 - 1e-9
-    scheduler.drafts.budget.left = 1.0
+    drafts_of(scheduler).budget.left = -1.0
+    assert [drafted(scheduler) for _ in range(3)] == [0, 0, 0] and drafts_of(scheduler).budget.left > -1.0 - 1e-9
+    drafts_of(scheduler).budget.left = 1.0
     assert drafted(scheduler) > 0, "the control"
-    scheduler.drafts.seconds, scheduler.drafts.budget.left = table(lambda size: 0.1 + 0.02 * size), 0.05
+    drafts_of(scheduler).seconds, drafts_of(scheduler).budget.left = table(lambda size: 0.1 + 0.02 * size), 0.05
     assert drafted(scheduler) <= 2, "as many as it can bear"
 
 
 def overlapping(left: float) -> Scheduler:
     """A scheduler whose steps overlap, of a machine where more tokens cost nothing; one child runs. left: of the budget."""
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16, overlap_steps=True)
-    scheduler.drafts.seconds = table(lambda size: 0.1)
-    scheduler.drafts.overlapped = table(lambda size: 0.09)
+    drafts_of(scheduler).seconds = table(lambda size: 0.1)
+    drafts_of(scheduler).overlapped = table(lambda size: 0.09)
     likely(scheduler)
-    scheduler.drafts.budget.left = left
+    drafts_of(scheduler).budget.left = left
     return scheduler
 
 
@@ -190,7 +195,7 @@ def test_a_step_with_drafts_is_read_before_the_next_plan() -> None:
     scheduler = overlapping(1.0)
     plan = launch(scheduler)
     assert rows(scheduler, plan)[0].count > 1
-    scheduler.drafts.budget.left = -1.0
+    drafts_of(scheduler).budget.left = -1.0
     assert scheduler.plan() is None
     commit(scheduler, plan, 4)
     first, second = launch(scheduler), launch(scheduler)
@@ -202,9 +207,9 @@ def test_an_overlap_ends_for_drafts_that_the_budget_pays() -> None:
     scheduler = overlapping(-1.0)
     first = launch(scheduler)
     assert not scheduler.drafts.wanted(scheduler.state.running)
-    scheduler.drafts.budget.left = 1.0
+    drafts_of(scheduler).budget.left = 1.0
     assert scheduler.plan() is None, "the next step may have drafts"
-    scheduler.drafts.overlapped = StepSeconds()
+    drafts_of(scheduler).overlapped = StepSeconds()
     assert scheduler.plan() is not None, "what the end of an overlap costs is not known"
     commit(scheduler, first, 4)
     for seconds, left in ((0.1, FIRST + SHARE * 0.1 - 0.01), (0.05, FIRST + SHARE * 0.05), (60.0, FIRST + SHARE * 60 - 0.09)):
@@ -236,8 +241,8 @@ def test_noise_does_not_add_up() -> None:
 def test_as_much_is_drafted_as_pays(took: Callable[[int], float], least: int, most: int) -> None:
     """By the table alone, no clock: all where tokens are free, nothing where each costs its share."""
     scheduler = small_scheduler(32, drafts=6, max_batch_tokens=16)
-    scheduler.drafts.seconds = table(took, [1, 2, 3, 4, 5, 6, 7, 8])
-    scheduler.drafts.budget.left = 100.0
+    drafts_of(scheduler).seconds = table(took, [1, 2, 3, 4, 5, 6, 7, 8])
+    drafts_of(scheduler).budget.left = 100.0
     likely(scheduler)
     counts = [drafted(scheduler) for _ in range(3)]  # the prior's chances: 0.26, 0.34 … of a match of 2, 3 …
     assert least <= counts[0] <= most, counts
@@ -482,10 +487,10 @@ def test_an_index_goes_with_its_group() -> None:
     submit(scheduler, "g", [*range(1, 9), 1, 2], n=2, max_tokens=6)
     while scheduler.state.has_work:
         step(scheduler, 3)
-        indexes = max(indexes, len(scheduler.drafts.indexes))
+        indexes = max(indexes, len(drafts_of(scheduler).indexes))
     assert indexes == 1 and not scheduler.state.groups
     submit(scheduler, "h", [1, 2, 3], max_tokens=6)
     while scheduler.state.has_work:
         step(scheduler, 3)
     gc.collect()
-    assert [state.group.id for state in scheduler.drafts.indexes] in ([], ["h"])
+    assert [state.group.id for state in drafts_of(scheduler).indexes] in ([], ["h"])

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.engine import Engine
-from rollout.engine.kv.block import BlockCopies
-from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.block import BlockCopies, Copied
 from rollout.engine.values import Group, Sampling
 from tests.support.tiny import tiny_engine
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.kv.block import PoolCounts
+from rollout.engine.scheduling.build import open_state
 from rollout.engine.scheduling.fairness import over_share
 from rollout.engine.scheduling.preemption import evict_idle, offload, preempt
 from rollout.engine.scheduling.sequence import GroupState, Sequence, Submission
-from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.values import Group, Sampling
 from tests.support.configs import engine_config
 
@@ -18,7 +18,7 @@ class Setting:
 
     def __init__(self, device_blocks: int, sequences: int, host_blocks: int = 0, clients: str = "", **config: int) -> None:
         options = {"block_size": 4, "lookahead_blocks": 1, "min_run_tokens": 0, "max_num_seqs": 4, **config}
-        self.state = SchedulerState(engine_config(**options), PoolCounts(device_blocks, host_blocks, 300), lambda: 0.0)  # type: ignore[arg-type]
+        self.state = open_state(engine_config(**options), PoolCounts(device_blocks, host_blocks, 300), lambda: 0.0)  # type: ignore[arg-type]
         self.store, self.running = self.state.store, self.state.running
         for number in range(sequences):
             self._run(number, clients[number : number + 1])

@@ -12,9 +12,9 @@ import pytest
 from rollout.engine.kv.block import PoolCounts
 from rollout.engine.scheduling import admission
 from rollout.engine.scheduling.admission import COMPUTED_PER_SAMPLED
+from rollout.engine.scheduling.build import open_scheduler
 from rollout.engine.scheduling.credit import LEVELS
 from rollout.engine.scheduling.plan import SampledTokens
-from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.values import Group, Sampling
 from tests.support.configs import engine_config
 from tests.support.nightly import Draw
@@ -47,7 +47,7 @@ def run(groups: list[Ask], *, pool: int, host: int = 0, most_steps: int = 100_00
     config = {"foreground_s": 0.0, **options}
     size = config["block_size"]
     now, holds = 0.0, 0
-    scheduler = Scheduler(
+    scheduler = open_scheduler(
         engine_config(kv_tokens=1, **config),
         PoolCounts(device_blocks=pool // size, host_blocks=host // size, max_blocks=pool // size),
         clock=lambda: now,

@@ -18,8 +18,8 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model, UnsupportedModel
 from rollout.engine.kv import pools, sizing
-from rollout.engine.kv.sizing import pool_sizes, state_sizes
-from rollout.engine.kv.states import StatePages
+from rollout.engine.kv.sizing import pool_sizes
+from rollout.engine.kv.states import StatePages, state_sizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.exact import use_exact

@@ -22,8 +22,8 @@ from rollout.engine.forward import recurrence
 from rollout.engine.forward.model import Model
 from rollout.engine.forward.recurrence import Recurrence
 from rollout.engine.kv.block import PoolCounts
+from rollout.engine.scheduling.build import open_state
 from rollout.engine.scheduling.drafts import DraftBudget, Drafts, may_draft
-from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.states import StateSlots
 from rollout.engine.scheduling.step_seconds import ENOUGH, StepSeconds
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
@@ -307,7 +307,7 @@ def test_a_state_that_could_not_advance_is_computed_again(guesses: Known, monkey
 
 def test_steps_without_drafts_do_not_pay_for_those_with() -> None:
     """A plain step that advances states for the step before is timed without that."""
-    drafts = Drafts(4, SchedulerState(engine_config(kv_tokens=64), PoolCounts(4, 0, 4), lambda: 0.0))
+    drafts = Drafts(4, open_state(engine_config(kv_tokens=64), PoolCounts(4, 0, 4), lambda: 0.0))
     for timed, want in (((7, 2, 2, 10.0), 2.0), ((7, 2, 6, 10.0), 5.0)):
         drafts.seconds = StepSeconds()
         for _ in range(ENOUGH):

@@ -19,6 +19,7 @@ from tests.support.fake_device import FakeDeviceMemory, eager_memory
 from tests.support.fake_regions import HostDriver
 from tests.support.tiny import tiny_engine
 from tests.support.toy import group, run
+from tests.support.weights import ON_DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def stacked() -> torch.nn.Module:
 def test_weights_stay_where_they_are(keep: bool) -> None:
     module, driver = stacked(), HostDriver()
     before = {name: tensor.clone() for name, tensor in module.named_parameters()}
-    weights = Weights(module, memory=FakeDeviceMemory(driver))
+    weights = Weights(module, ON_DEVICE, memory=FakeDeviceMemory(driver))
     addresses = [tensor.data_ptr() for tensor in module.parameters()]
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.named_parameters())
     assert module.k.data_ptr() == module.q.data_ptr() + module.q.nbytes, "still one product"
@@ -126,7 +127,7 @@ def test_twenty_naps_take_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(engine_memory, "pinned", pinned)
     driver = HostDriver()
     memory = FakeDeviceMemory(driver)
-    weights = Weights(stacked(), memory=memory)
+    weights = Weights(stacked(), ON_DEVICE, memory=memory)
     kv = PagedKV(KVGeometry(2, 2, 8, torch.float32), PoolSizes(4, 8, 0), memory)
     address, awake = kv.data.data_ptr(), sum(driver.mapped.values())
     for _ in range(20):
@@ -170,7 +171,7 @@ def test_an_engine_forgets_its_graphs_where_memory_moves(driver: HostDriver | No
 def test_without_regions_a_nap_moves_weights() -> None:
     """The negative control."""
     module = stacked()
-    weights = Weights(module, memory=FakeDeviceMemory())
+    weights = Weights(module, ON_DEVICE, memory=FakeDeviceMemory())
     weights.release_memory(keep=True)
     kept = [torch.empty(500) for _ in range(4)]  # takes the place
     weights.restore_memory()

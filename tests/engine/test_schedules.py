@@ -23,7 +23,8 @@ from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import GroupState, Row, Sequence
 from rollout.engine.scheduling.state import SchedulerState
 from rollout.engine.scheduling.states import StateSlots
-from rollout.engine.scheduling.stopping import LogitRules, Stops, TokenCounts
+from rollout.engine.scheduling.stopping import LogitRules, TokenCounts
+from rollout.engine.scheduling.stops import Stops
 from rollout.engine.scheduling.windows import FoundWindow, WindowBlocks
 from rollout.engine.values import FinishReason, Group, PartialSample, Sample, Sampling
 from tests.support.harness import Harness, conversations, random_schedule, tight_schedule
@@ -168,9 +169,9 @@ def test_a_row_up_to_a_junction_leaves_no_snapshot() -> None:
     (seq,), slots = h.scheduler.state.running, h.scheduler.state.states
     assert slots is not None and seq.cached == 18
     seq.junction = 16
-    assert states.tokens_to_junction(seq, 5) == 5 and seq.junction == 16
+    assert rows.tokens_to_junction(seq, 5) == 5 and seq.junction == 16
     seq.junction = 20
-    assert [states.tokens_to_junction(seq, count) for count in (5, 1)] == [2, 1]
+    assert [rows.tokens_to_junction(seq, count) for count in (5, 1)] == [2, 1]
     slots.pass_junction(seq)
     assert seq.junction == 20 and not len(slots.store.index)
     h.step()

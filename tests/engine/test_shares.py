@@ -9,6 +9,7 @@ import pytest
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.kv.block import PoolCounts
+from rollout.engine.scheduling.build import open_scheduler
 from rollout.engine.scheduling.credit import EXPECTED_S, LEVELS, MOST_IDLE, REFILL, RESERVE, SHORT_STEP_TOKENS, ClientCredit
 from rollout.engine.scheduling.fairness import RoundRobin
 from rollout.engine.scheduling.scheduler import Scheduler
@@ -276,7 +277,7 @@ def short_scheduler(device_blocks: int = 4000) -> tuple[Scheduler, list[float]]:
     """A scheduler with steps of 256 tokens, and its clock."""
     now = [0.0]
     config = EngineConfig(kv_tokens=1, block_size=4, max_batch_tokens=256, max_num_seqs=128)
-    return Scheduler(config, PoolCounts(device_blocks, 0, 400), lambda: now[0]), now
+    return open_scheduler(config, PoolCounts(device_blocks, 0, 400), lambda: now[0]), now
 
 
 def timed_step(scheduler: Scheduler, now: list[float]) -> list[PlanRow]:

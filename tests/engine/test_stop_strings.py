@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from rollout.client.api import RolloutClient
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.scheduling.stopping import Stops
+from rollout.engine.scheduling.stops import Stops
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
 from rollout.engine.vocabulary import LETTERS, NoVocabulary, Vocabulary
 from rollout.transport.errors import InvalidRequest
@@ -154,7 +154,7 @@ STOP = ("ca", "éé", "€\n")
 
 def engine(**options: Any) -> Engine:
     made = toy_engine(**options)
-    made.vocabulary = lambda: TOY  # type: ignore[assignment]
+    made.texts.vocabulary = lambda: TOY  # type: ignore[attr-defined]
     return made
 
 
@@ -256,7 +256,7 @@ def test_through_the_service_and_from_the_models_folder(model_folder: Path) -> N
                 at, string = min((text.find(string), string) for string in ends_by if string in text)
                 assert (sample.stopped_by, sample.text_end) == (string, at)
                 assert sample.token_ids.tolist() == ids[: at + len(string)]
-            assert made.vocabulary.cache_info().misses == 1
+            assert made.texts.vocabulary.cache_info().misses == 1  # type: ignore[attr-defined]
             with pytest.raises(InvalidRequest, match="stop strings need the model's tokenizer"):
                 other.submit([5, 6], with_stops).result(60)
             assert len(other.submit([5, 6], asked).result(60)) == 4

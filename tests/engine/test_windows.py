@@ -15,8 +15,9 @@ from rollout.engine.engine import Engine
 from rollout.engine.forward import self_check
 from rollout.engine.forward.model import Model, UnsupportedModel, windows_in
 from rollout.engine.forward.self_check import check_model
-from rollout.engine.kv import sizing
-from rollout.engine.kv.sizing import BlockBytes, PoolSizes, window_sizes
+from rollout.engine.kv import windows as pools_of_windows
+from rollout.engine.kv.sizing import PoolSizes
+from rollout.engine.kv.windows import BlockBytes, window_sizes
 from rollout.engine.memory import HostMemory
 from rollout.engine.scheduling.windows import WindowBlocks
 from rollout.engine.values import Group, PartialSample, Sample, Sampling
@@ -118,7 +119,7 @@ def test_the_same_bits_with_pools_that_windows_do_not_share(monkeypatch: pytest.
         counts, sizes = window_sizes(*args)
         return counts._replace(device=12, host=min(counts.host, 40)), sizes
 
-    monkeypatch.setattr("rollout.engine.build.window_sizes", smaller)
+    monkeypatch.setattr("rollout.engine.kv.windows.window_sizes", smaller)
     for config in ({"max_batch_tokens": 40}, {"cpu_offload_gib": 0.01}):
         few, engine = samples_of(made, groups, **config)
         assert_same(freed, few)
@@ -302,7 +303,7 @@ def test_memory_is_divided_between_the_kinds_of_layers() -> None:
     asked_for = EngineConfig(block_size=16, max_num_seqs=8, max_batch_tokens=64, kv_tokens=32_000)
     counts, sizes = window_sizes(asked_for, many, each, 512, 512)
     assert (counts.device, sizes.device) == (wanted, 2000)
-    assert sizing.MOST_LOGICAL >= 1 << 20
+    assert pools_of_windows.MOST_LOGICAL >= 1 << 20
 
 
 def test_only_layers_whose_readers_have_windows_free_memory() -> None:

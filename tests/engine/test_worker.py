@@ -17,8 +17,7 @@ from rollout.engine.build import open_worker
 from rollout.engine.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.forward.model import Model
-from rollout.engine.kv.block import BlockCopies
-from rollout.engine.kv.copies import Copied
+from rollout.engine.kv.block import BlockCopies, Copied
 from rollout.engine.scheduling.plan import Plan, SampledTokens, copies_only
 from rollout.engine.values import Tag, WeightUpdate
 from rollout.engine.weights.staging import source_of

@@ -8,8 +8,8 @@ import torch
 
 from rollout.engine.cuda.copies import StreamCopies
 from rollout.engine.cuda.memory import CudaMemory
-from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.kv.copies import Copied, Copy, SlotClaims
+from rollout.engine.kv.block import BlockCopies, Copied, Spans
+from rollout.engine.kv.copies import Copy, SlotClaims
 from rollout.engine.kv.pages import KVGeometry, PagedKV
 from rollout.engine.kv.sizing import PoolSizes
 from tests.support.equivalence import groups

@@ -37,6 +37,7 @@ from rollout.transport.weights.manifest import pack_manifest, unpack_manifest
 from rollout.transport.weights.receiving import capabilities, open_payload
 from rollout.transport.weights.shm import SegmentView
 from tests.bench.by_hand import release
+from tests.support.weights import ON_DEVICE
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)
@@ -114,7 +115,7 @@ def refresh(payload: Payload, manifest: list[TensorInfo], device: torch.device, 
     for name, tensor in new_tensors(device).items():
         module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor, memory_format=torch.contiguous_format)))
     memory = HostMemory() if device.type == "cpu" else CudaMemory(device, device_hashes(device), open_driver(device))
-    weights = Weights(module, memory=memory)
+    weights = Weights(module, ON_DEVICE, memory=memory)
     staging = weights.stage(WeightUpdate(manifest, on_device=on_device))
     assert isinstance(staging, DeviceStaging) == on_device
     end = time.monotonic() + 60

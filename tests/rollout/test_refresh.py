@@ -56,6 +56,7 @@ from tests.support.faulty_link import Proxy
 from tests.support.invariants import check
 from tests.support.waiting import until
 from tests.support.watermark import check_marks, token_of, watermark_engine, weights_of
+from tests.support.weights import ON_DEVICE
 from tests.support.wire import service_of, serving
 
 IDS = [f"{i:032x}" for i in range(200)]
@@ -636,7 +637,7 @@ def test_on_one_device_it_is_staged_there(gpu: FakeGPU, served: Any) -> None:
     """The service's device takes the bytes, hashes and checks them; no buffer in host memory is made."""
     engine, connect = served
     client, memory = connect(), FakeDeviceMemory(streams=EagerStreams(), hashes=HostHashes)
-    engine.worker.weights = Weights(engine.model.module, memory=memory)
+    engine.worker.weights = Weights(engine.model.module, ON_DEVICE, memory=memory)
     handle = client.submit([1, 2, 3], SAMPLING)
     until(lambda: engine.counters.steps > 3)
     for version in (1, 2):

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from rollout.engine.kv.block import BlockCopies, PoolCounts, SlotCounts, WindowCounts
+from rollout.engine.scheduling.build import open_scheduler
 from rollout.engine.scheduling.output import copies_failed
 from rollout.engine.scheduling.plan import Plan, SampledTokens, TopLogprobs
-from rollout.engine.scheduling.scheduler import Scheduler
-from rollout.engine.scheduling.stopping import stops_of
+from rollout.engine.scheduling.stops import stops_of
 from rollout.engine.values import Group, Limits, PartialSample, Sample, Sampling
 from rollout.engine.vocabulary import Vocabulary
 from rollout.transport.checks import NOTHING, check_kv, version_at
@@ -170,7 +170,7 @@ class Harness:
         self.now = 0.0
         """of the scheduler's clock; a token takes TOKEN_S"""
         pools = PoolCounts(device_blocks, host_blocks, device_blocks, slots, windows)
-        self.scheduler = Scheduler(self.config, pools, clock=lambda: self.now)
+        self.scheduler = open_scheduler(self.config, pools, clock=lambda: self.now)
         self.states, self.host_states = ([[None]] * each for each in slots or (0, 0))
         self.copied_states = 0
         self.inputs: list[tuple[list[int], int]] = []

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.engine.kv.block import PoolCounts
+from rollout.engine.scheduling.build import open_scheduler
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.values import Group, Sample, Sampling
@@ -40,7 +41,7 @@ def small_scheduler(device_blocks: int = 16, host_blocks: int = 0, **config: Any
     """Make a scheduler of blocks of 4 tokens, steps of 8 tokens, 4 sequences; its clock stands still."""
     options = {"block_size": 4, "max_batch_tokens": 8, "max_num_seqs": 4, "lookahead_blocks": 1, "min_run_tokens": 0, **config}
     settings = engine_config(kv_tokens=4 * device_blocks, **options)
-    return Scheduler(settings, PoolCounts(device_blocks, host_blocks, max_blocks=device_blocks), clock=lambda: 0.0)
+    return open_scheduler(settings, PoolCounts(device_blocks, host_blocks, max_blocks=device_blocks), clock=lambda: 0.0)
 
 
 def submit(scheduler: Scheduler, id: str, prompt: Sequence[int] | range, client: str = "", **sampling: Any) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.kv.block import PoolCounts
+from rollout.engine.scheduling.build import open_scheduler
 from rollout.engine.scheduling.plan import Plan, SampledTokens
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.values import Group, Sample, Sampling
@@ -134,7 +135,7 @@ def simulate(
     computes the step before where steps overlap (`config.overlap_steps`)."""
     now, free_at, ends = 0.0, 0.0, list[float]()
     in_flight: list[tuple[Plan, float]] = []
-    scheduler = Scheduler(
+    scheduler = open_scheduler(
         config,
         PoolCounts(device_blocks, host_blocks, max_blocks=work.longest_blocks(config.block_tokens)),
         clock=lambda: now,
