@@ -1,4 +1,4 @@
-/* Measures the peak speed of multiplications and of memory reads here, for `rollout bench products` and for the choice between
+/* Measures the peak speed of multiplications and of memory reads here, for `python -m tests.bench products` and for the choice between
    instructions. */
 
 #include <pthread.h>
