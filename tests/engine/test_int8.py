@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(here() == [], reason="no kernels for this CPU")
 
 # ── the arithmetic ────────────────────────────────────────────────────────────────────────────────────────────────────
 def encoded(numbers: torch.Tensor, is_weight: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, groups, GROUP] and scales [rows, groups] by the definition in docs/decisions/int8.md, in torch's fp32."""
+    """Codes [rows, groups, GROUP] and scales [rows, groups] by the definition in docs/internals/int8.md, in torch's fp32."""
     padded = nn.functional.pad(numbers.float(), (0, -numbers.shape[1] % GROUP)).view(len(numbers), -1, GROUP)
     scales = padded.abs().amax(-1) / (127 if is_weight else 127 * 256)
     if is_weight:  # to bf16, upwards

@@ -22,7 +22,7 @@ CONFIG = EngineConfig(block_size=8, kv_tokens=1024, max_num_seqs=16, max_batch_t
 def lengths(groups: int, n: int, mean: int, most: int, seed: int) -> np.ndarray:
     """Draw [groups, n] lognormal lengths that do not depend on the group."""
     random = np.random.default_rng(seed)
-    random.normal(size=(groups, 1))  # the figures in docs/decisions/drafts.md are of the draw behind these
+    random.normal(size=(groups, 1))  # the figures in docs/benchmarks/drafts.md are of the draw behind these
     return np.clip(mean * np.exp(0.9 * random.normal(size=(groups, n)) - 0.9**2 / 2), 2, most).astype(int)
 
 

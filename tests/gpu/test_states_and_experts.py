@@ -99,7 +99,7 @@ def seconds(launch: Any, rounds: int = 20) -> float:
 
 
 def test_the_share_of_the_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
-    """256 rows of a layer of Qwen3.5 that decode, against a copy of the same bytes: printed, for docs/decisions/cuda.md."""
+    """256 rows of a layer of Qwen3.5 that decode, against a copy of the same bytes: printed, for docs/benchmarks/cuda.md."""
     rows, heads, size = 256, 16, 128
     states = torch.zeros(rows, heads, size, size, device=DEVICE)
     query, key, value = (torch.randn(rows, heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))

@@ -165,7 +165,7 @@ TILES(DOT)
 
    Words go through registers, DEEP of each output at a time, and meet all rows. A chain of additions waits for itself, so with few rows
    and eight lanes several chains take turns. Where outputs are a multiple of 4 KiB apart, their lines drive each other out of the L1
-   cache (docs/decisions/native.md#products), so a line is read at once, or the chains are those of two pieces of one vector.
+   cache (docs/benchmarks/native.md#few-rows), so a line is read at once, or the chains are those of two pieces of one vector.
    Meanwhile as many lines are fetched from `next` on, what is read afterwards, in the order of memory, which the hardware's prefetcher
    follows; to L2, as L1 has too few misses in flight. */
 
