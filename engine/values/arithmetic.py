@@ -42,7 +42,7 @@ class Arithmetic(NamedTuple):
     def parse(cls, name: str) -> Arithmetic:
         """Read a name; what is not known of it stays in `base`."""
         found = NAME.fullmatch(name)
-        assert found is not None, "base matches whatever the others do not"
+        assert found is not None, "base matches what the others do not"
         given = found.groupdict()
         return cls(given["base"], bool(given["int8"]), given["sums"] or "", bool(given["latent"]), bool(given["fp8"]))
 

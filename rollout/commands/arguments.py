@@ -441,7 +441,7 @@ DESCRIPTIONS = {
     "ledger": "show what a run has recorded",
     "bisect": "find the first difference of two runs",
     "replay": "make the samples of a step again from a ledger",
-    "bench": "measure this machine: named workloads, fidelity, host, http, refresh",
+    "bench": "measure this machine: workloads, fidelity, http, refresh",
     "demo": "start a small model and print its answers",
 }
 

@@ -17,6 +17,7 @@ from rollout.engine.scheduling.plan import Plan
 from rollout.engine.scheduling.queue import RunningTable, sampling_of
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.sequence import Sequence
+from rollout.engine.values.sampling import TRUNCATIONS
 from tests.support.plans import rows as rows_of
 from tests.support.plans import sent
 from tests.support.toy import engine as toy_engine
@@ -84,7 +85,8 @@ def assert_plain(batch: Batch, want: dict[str, Any]) -> None:
     sampling = batch.sampling
     kinds = {"logits_row": np.int64, "top_k": np.int64, "uniform": np.float64}
     for name in ("logits_row", "uniform", "temperature", "top_k", "top_p", "min_p"):
-        array, dtype = getattr(sampling, name), kinds.get(name, np.float32)
+        array = sampling.cuts[name] if name in TRUNCATIONS else getattr(sampling, name)
+        dtype = kinds.get(name, np.float32)
         assert array.dtype == dtype and array.flags.c_contiguous, name
         assert array.tobytes() == np.array(want.get(name, []), dtype).tobytes(), name
     assert sampling.forbidden == want.get("forbidden", []) and sampling.raw == want["raw"]

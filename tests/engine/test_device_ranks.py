@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rollout.engine.build import sums_name  # noqa: E402
+from rollout.engine.build import sums_of  # noqa: E402
 from rollout.engine.cuda import reduce, tiles  # noqa: E402
 from rollout.engine.cuda.fused import FusedDecoder  # noqa: E402
 from rollout.engine.cuda.reduce import DeviceExchange  # noqa: E402
@@ -231,9 +231,9 @@ def test_which_device_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_name_says_what_is_summed() -> None:
     """Over slices, the number of ranks does not matter; the library's sums of ranks have it in their name."""
-    assert sums_name(engine_config(tp=2)) == sums_name(engine_config(device="cuda", tp=4, exact=True)) == "+tree8/1"
-    assert sums_name(engine_config(device="cuda", tp=1, tree_sums=True, exact=True)) == "+tree8/1"
-    assert [sums_name(engine_config(device="cuda", tp=tp)) for tp in (1, 2, 4)] == ["", "+ranks2/1", "+ranks4/1"]
+    assert sums_of(engine_config(tp=2)) == sums_of(engine_config(device="cuda", tp=4, exact=True)) == "tree8/1"
+    assert sums_of(engine_config(device="cuda", tp=1, tree_sums=True, exact=True)) == "tree8/1"
+    assert [sums_of(engine_config(device="cuda", tp=tp)) for tp in (1, 2, 4)] == ["", "ranks2/1", "ranks4/1"]
 
 
 ALL = [("llama", dtype, fused) for dtype in ("float32", "bfloat16") for fused in (False, True)]

@@ -20,8 +20,8 @@ from rollout.client.api import RolloutClient
 from rollout.config import InputError
 from rollout.engine.forward.configuration import NEUTRAL, configuration_digest
 from rollout.engine.forward.model import Model, UnsupportedModel
-from rollout.engine.scheduling.stopping import Vocabulary
 from rollout.engine.values import PartialSample, Sample, Sampling
+from rollout.engine.vocabulary import Vocabulary
 from rollout.fleet.replica import State
 from rollout.ledger.bisect import bisect
 from rollout.ledger.writer import LedgerWriter

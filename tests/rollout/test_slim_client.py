@@ -90,7 +90,7 @@ def test_what_client_and_transport_import_of_the_engine() -> None:
     named = re.compile(r"^\s*(?:from|import) (rollout\.engine(?:\.\w+)*)", re.MULTILINE)
     paths = [*ROOT.glob("rollout/client/*.py"), *ROOT.glob("transport/**/*.py")]
     found = {name for path in paths for name in named.findall(path.read_text())}
-    of_engine = {"values", "vocabulary", "model_files", "weights.tensors", "cuda.digests"}
+    of_engine = {"values", "values.arithmetic", "vocabulary", "model_files", "weights.tensors", "cuda.digests"}
     assert found == {f"rollout.engine.{name}" for name in of_engine}
     assert named.findall("def f():\n    from rollout.engine.weights.staging import x") == ["rollout.engine.weights.staging"]
     assert named.findall((ROOT / "engine/weights/tensors.py").read_text()) == ["rollout.engine.values"]

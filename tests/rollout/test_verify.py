@@ -47,7 +47,7 @@ TEXT = Vocabulary([b"abc"[token % 3 :][: 1 + token % 2] for token in range(199)]
 
 @contextmanager
 def client_of(engine: Engine, sockets: bool = False) -> Iterator[RolloutClient]:
-    engine.vocabulary = lambda: TEXT  # type: ignore[method-assign]
+    engine.texts.vocabulary = lambda: TEXT  # type: ignore[attr-defined]
     end = None if sockets else LoopbackService()
     with serving(engine, end) as service:
         at: dict[str, Any] = {"address": service.endpoint} if end is None else {"transport": end.connect()}
