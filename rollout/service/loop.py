@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from rollout.config import ServiceConfig
@@ -380,3 +381,10 @@ def heartbeat(engine: EngineLike, running: EngineGroups) -> m.Alive:
 def with_parked(status: dict[str, Any], parked: int) -> dict[str, Any]:
     """Count parked groups among the engine's groups, which they join once their weights are live."""
     return status | {name: status[name] + parked for name in ("groups", "waiting") if parked and name in status}
+
+
+def __getattr__(name: str) -> Any:
+    """Find `open_service` where users have imported it from; `rollout.service.build` has it."""
+    if name != "open_service":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("rollout.service.build").open_service
