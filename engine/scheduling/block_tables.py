@@ -65,7 +65,7 @@ class BlockTables:
         if self.states is not None and seq.cached:
             return
         chain = self._known_chain(seq, version, in_use=False)
-        if len(chain) == len(seq.blocks):
+        if chain is seq.blocks:
             seq.junction = 0
             return
         found = self._deepest(seq, chain[: self._room_along(seq, chain)], in_use=False)
@@ -82,13 +82,16 @@ class BlockTables:
         no room. The following blocks are looked up when it runs, with recurrent state all of them."""
         if self.states is None:
             chain = self._known_chain(seq, version, in_use=True)
-            self._adopt(seq, chain, self._deepest(seq, chain, in_use=True))
+            if chain is not seq.blocks:
+                self._adopt(seq, chain, self._deepest(seq, chain, in_use=True))
 
     def _known_chain(self, seq: Sequence, version: int, in_use: bool) -> list[Block]:
-        """Return the blocks of a sequence and the full ones that continue them in the index, leaving a token to compute."""
-        chain = [*seq.blocks]
+        """Return the blocks of a sequence and the full ones that continue them in the index, leaving a token to compute. Its
+        own list: there are none."""
+        chain = seq.blocks
         if seq.cached % self.block_size == 0 and not (chain and chain[-1].key is None):
             while (block := self._known(seq, chain, version)) and (block.users or not in_use):
+                chain = [*chain] if chain is seq.blocks else chain
                 chain.append(block)
         return chain
 
@@ -106,13 +109,13 @@ class BlockTables:
         others are asked again."""
         found = FoundPrefix(len(chain), [], None)
         while True:
-            depth = found.depth
+            depth, window, state = found
             if self.windows is not None:
-                found = found._replace(**self.windows.find(seq, chain[:depth], in_use)._asdict())
+                depth, window = self.windows.find(seq, chain[:depth], in_use)
             if self.states is not None:
-                depth_of_state, state = self.states.find(chain[: found.depth])
-                found = found._replace(depth=depth_of_state, state=state)
-            if found.depth == depth:
+                depth, state = self.states.find(chain[:depth])
+            before, found = found.depth, FoundPrefix(depth, window, state)
+            if depth == before:
                 return found
 
     def _adopt(self, seq: Sequence, chain: list[Block], found: FoundPrefix) -> None:
