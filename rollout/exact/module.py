@@ -49,22 +49,23 @@ def use_exact(model: Any, arithmetic: str | None = None, block_size: int = 32, t
     forward does, or whose numbers depend on the batch (`/batch`), for reduced precision of fp32 products, for another device,
     and for products that are no plain nn.Linear's, router's or experts' (quantised); NativeUnavailable or TritonUnavailable
     if the attention is not available. The model is unchanged then. Under autocast, an exact model raises ValueError."""
-    wanted = None if arithmetic is None else _computable(arithmetic, model)
+    wanted, base = Arithmetic(""), None
+    if arithmetic is not None:
+        wanted = _computable(arithmetic, model)
+        base = str(wanted._replace(int8=False, latent=False, sums="" if wanted.sums == TREE else wanted.sums))
     _check_precision(model.device)
     with ExitStack() as undo:  # in reverse, here if anything fails
-        if wanted is not None and wanted.latent:
+        if wanted.latent:
             use_latent_kv(model)
             undo.callback(plain_kv, model)
-        if wanted is not None and wanted.sums == TREE:
+        if wanted.sums == TREE:
             sum_slices(summed_products(model), Summed(SLICES, None))
             undo.callback(whole_sums, model)
-        base = None if wanted is None else str(wanted._replace(latent=False, int8=False, sums=wanted.sums.replace(TREE, "")))
         made = _use_base(model, base, block_size, threads, undo)
-        if wanted is not None and wanted.int8:
+        if wanted.int8:
             use_int8(model, isas_for(base)[0], kept=False)
             undo.callback(plain_weights, model)
-        computed = made if wanted is None else str(wanted._replace(base=made))
-        return Exact(computed, undo.pop_all().close)
+        return Exact(str(wanted._replace(base=made)), undo.pop_all().close)
 
 
 def _computable(arithmetic: str, model: Any) -> Arithmetic:

@@ -177,9 +177,10 @@ class FleetGroups:
         one, sample = judged.held.one, judged.held.sample
         if judged.again:
             one.doubted.add(sample.index)
-        elif judged.liar is None and not is_banned(judged.held.origins):
-            return self._deliver(one, sample, judged.held.origins, judged.verified)
-        self._repeat(one, sample)
+        if judged.again or judged.liar is not None or is_banned(judged.held.origins):
+            self._repeat(one, sample)
+        else:
+            self._deliver(one, sample, judged.held.origins, judged.verified)
 
     def disown(self, owner: Owner) -> None:
         """Generate all children again that have tokens of a banned owner; those that its replicas run are moved."""
