@@ -381,7 +381,7 @@ def test_the_client_is_small_and_has_no_torch(client_level: Path, tmp_path: Path
     bytes_of = {path: path.stat().st_size for path in packages.rglob("*") if path.is_file()}
     tools = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
     ours = {path: size for path, size in bytes_of.items() if path.relative_to(packages).parts[0].split("-")[0] not in tools}
-    assert 20e6 < sum(ours.values()) <= 101e6, "100 MB, as the documents say"
+    assert 20e6 < sum(ours.values()) <= 100.5e6, "100 MB, as the documents say"
     assert not (packages / "torch").exists() and (packages / "numpy").exists()
 
     done = in_client(client_level, tmp_path, "python", "-c", NAMES, "rollout", "rollout.client")
