@@ -20,7 +20,7 @@ from rollout.engine.cpu.functions import plain_calls
 from rollout.engine.cpu.isa import ISAS, isa_of
 from rollout.engine.cpu.openmp import symbols
 from rollout.engine.scheduling.plan import MaskedTokens, SampledTokens, TopLogprobs
-from rollout.engine.values.sampling import COLUMNS, TRUNCATIONS
+from rollout.engine.values.sampling import DRAW_COLUMNS, TRUNCATIONS
 
 MAX_VOCABULARY = 1 << 20
 
@@ -184,7 +184,7 @@ class Kernels:
             counts[draw + 1] = len(tokens)
         forbidden = np.array([token for _, tokens in cuts.forbidden for token in tokens], np.int32)
         assert not len(forbidden) or (forbidden.min() >= 0 and forbidden.max() < work.vocabulary)
-        arrays = {name: np.ascontiguousarray(values, COLUMNS[name]) for name, values in cuts.cuts.items()}
+        arrays = {name: np.ascontiguousarray(values, DRAW_COLUMNS[name]) for name, values in cuts.cuts.items()}
         arrays["cuts"] = np.ascontiguousarray(cuts.any, np.uint8)
         assert all(len(values) == work.draws for values in arrays.values()) and len(arrays) == len(TRUNCATIONS) + 1
         arrays |= {"first": counts.cumsum(), "forbidden": forbidden, "seats": np.zeros(1, np.int64)}

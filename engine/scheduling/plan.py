@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from rollout.engine.kv.block import BlockCopies, Spans
-from rollout.engine.values.sampling import COLUMNS
+from rollout.engine.values.sampling import DRAW_COLUMNS
 
 SAMPLING = np.dtype(
     [
@@ -19,7 +19,7 @@ SAMPLING = np.dtype(
         ("min_tokens", np.int64),
         ("adjusted", np.bool_),
         ("redraw", np.bool_),
-        *COLUMNS.items(),
+        *DRAW_COLUMNS.items(),
     ]
 )
 """How a child samples: seed of its group, its index, tokens of its prompt; `min_tokens`: 0 where no token can end it;

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.engine.scheduling.plan import SAMPLING
 from rollout.engine.scheduling.sequence import Sequence
-from rollout.engine.values.sampling import columns_of
+from rollout.engine.values.sampling import draw_columns_of
 
 Place = tuple[int, ...]
 """Of a waiting sequence within its client: by priority; of equal ones first those that were stopped for another client, then
@@ -161,4 +161,4 @@ def sampling_of(seq: Sequence) -> tuple[object, ...]:
     state, sampling = seq.state, seq.state.group.sampling
     least = sampling.min_tokens if state.stop_ids else 0
     own = state.seed, seq.index, seq.num_prompt, least, state.rules is not None, state.group.redraw
-    return *own, *columns_of(sampling)
+    return *own, *draw_columns_of(sampling)

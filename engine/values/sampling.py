@@ -173,9 +173,9 @@ OPTIONS: dict[str, Option] = {
 in it: append only"""
 ACCEPTED = {name: option.accepts for name, option in OPTIONS.items() if option.accepts is not None}
 """of the numeric fields"""
-COLUMNS = {name: option.column for name, option in OPTIONS.items() if option.column is not None}
+DRAW_COLUMNS = {name: option.column for name, option in OPTIONS.items() if option.column is not None}
 """dtypes of the columns of a draw"""
-columns_of = operator.attrgetter(*COLUMNS)
+draw_columns_of = operator.attrgetter(*DRAW_COLUMNS)
 TRUNCATIONS = tuple(name for name, option in OPTIONS.items() if option.role == "truncates")
 """options that leave out tokens of a distribution; each changes nothing by default"""
 SCALARS = tuple(

@@ -10,12 +10,12 @@ import torch
 
 from rollout.engine.forward.sampling import SamplingBatch, uniform
 from rollout.engine.values import Sampling
-from rollout.engine.values.sampling import COLUMNS, TRUNCATIONS
+from rollout.engine.values.sampling import DRAW_COLUMNS, TRUNCATIONS
 
 
 def cuts_of(samplings: list[Sampling]) -> dict[str, np.ndarray]:
     """Return the truncations of draws by name."""
-    return {name: np.array([getattr(each, name) for each in samplings], COLUMNS[name]) for name in TRUNCATIONS}
+    return {name: np.array([getattr(each, name) for each in samplings], DRAW_COLUMNS[name]) for name in TRUNCATIONS}
 
 
 def batch(samplings: list[Sampling], position: int = 0) -> SamplingBatch:
