@@ -6,7 +6,7 @@ import difflib
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -187,6 +187,12 @@ others_of = operator.attrgetter(*(name for name, option in OPTIONS.items() if op
 OTHERS = tuple((name, option.convert) for name, option in OPTIONS.items() if option.accepts is None)
 
 
+def nearest(unknown: str, known: Sequence[str]) -> str:
+    """Say which of the known names was probably meant, or all of them."""
+    alike = difflib.get_close_matches(unknown, known, 1, 0.5)
+    return f"did you mean {alike[0]}?" if alike else f"it has {', '.join(known)}"
+
+
 class NearestField(msgspec.StructMeta):
     """Names the nearest field if a value is made with an unknown one."""
 
@@ -200,9 +206,7 @@ class NearestField(msgspec.StructMeta):
                 unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
                 if unknown is None:
                     raise
-                alike = difflib.get_close_matches(unknown, cls.__struct_fields__, 1, 0.5)
-                hint = f"did you mean {alike[0]}?" if alike else f"it has {', '.join(cls.__struct_fields__)}"
-                raise TypeError(f"{cls.__name__} has no field {unknown!r}; {hint}") from None
+                raise TypeError(f"{cls.__name__} has no field {unknown!r}; {nearest(unknown, cls.__struct_fields__)}") from None
 
 
 class Sampling(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, Self, TypedDict
 
 import msgspec
 
 from rollout.client.connection import LinkTiming
+from rollout.engine.values import NearestField, nearest
 from rollout.transport.sockets import ClientTransport
 
 
-class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ClientConfig(msgspec.Struct, metaclass=NearestField, frozen=True, kw_only=True):
     """Settings of a client, given as `RolloutClient(address, ClientConfig(name="trainer"))` or as keywords,
     `RolloutClient(address, name="trainer")`."""
 
@@ -74,9 +74,7 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True):
         known = ("address", *cls.__struct_fields__)
         for name in fields:
             if name not in cls.__struct_fields__:
-                alike = get_close_matches(name, known, 1)
-                hint = f"; did you mean {alike[0]}?" if alike else f" (there are: {', '.join(known)})"
-                raise TypeError(f"a client has no argument {name!r}{hint}")
+                raise TypeError(f"a client has no argument {name!r}; {nearest(name, known)}")
         return msgspec.structs.replace(cls() if config is None else config, **fields)
 
     @property

@@ -46,12 +46,17 @@ def test_timeouts_replace_those_of_the_intervals() -> None:
         ("nam", "did you mean name?"),
         ("adress", "did you mean address?"),
         ("link_timeout", "did you mean link_timeout_s?"),
-        ("xyz", "there are: address, name"),
+        ("xyz", "it has address, name"),
     ],
 )
 def test_an_unknown_keyword_names_the_nearest(kind: Any, field: str, hint: str) -> None:
     with pytest.raises(TypeError, match=rf"no argument '{field}'.*{hint.replace('?', '.')}"):
         kind(**{field: 1})
+
+
+def test_the_settings_alone_name_the_nearest_too() -> None:
+    with pytest.raises(TypeError, match=r"ClientConfig has no field 'nam'; did you mean name\?"):
+        ClientConfig(**{"nam": 1})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("budget", [0, -5])
